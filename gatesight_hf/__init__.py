@@ -1,0 +1,20 @@
+"""GateSight for Hugging Face Transformers: keep a fraction of a hybrid model's KV cache, chosen by its own GDN gates."""
+
+from .cache import CacheReport, GateSightCache
+from .errors import CacheStateError, EstimatorMismatchError, UnsupportedModelError
+from .estimator import Estimator, EstimatorConfig
+from .scoring import Prefill, Scorer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CacheReport",
+    "CacheStateError",
+    "Estimator",
+    "EstimatorConfig",
+    "EstimatorMismatchError",
+    "GateSightCache",
+    "Prefill",
+    "Scorer",
+    "UnsupportedModelError",
+]

@@ -1,0 +1,81 @@
+# Every target works alone in a clean clone: it makes the virtual environment that it needs, once.
+# After a change of PYTHON or TORCH run `make clean` first.
+
+# The interpreter of the virtual environments.
+PYTHON ?= python3
+
+# torch goes in first and by itself, because the right build differs from machine to machine, and pip alone may choose
+# several GB of CUDA. For another build give a version or any pip arguments, for example
+#     make test TORCH=torch==2.14.1
+#     make test TORCH="torch==2.13.0 --index-url <where the CPU builds are>"
+TORCH ?= torch==2.13.0
+
+# The oldest transformers that pyproject.toml allows.
+OLDEST_TRANSFORMERS := transformers==5.19.0
+
+# What the tests need of this package. A variable also because `call` would split the argument at the comma.
+TEST_EXTRAS := .[dev,train]
+
+VENV := .venv
+COMPAT := .venv-compat
+
+# -qq: errors only.
+PIP_INSTALL := -m pip install -qq --disable-pip-version-check
+
+# An environment is out of date when these change. The rooms are here for a new package in them, which an editable
+# install does not see by itself.
+INPUTS := pyproject.toml constraints.txt $(wildcard kernels eval)
+
+# $(call install,folder of the venv,regular expression of the pins to leave out,requirements)
+define install
+	@echo 'Installing into $(strip $(1)), a few minutes the first time: $(TORCH)$(3)'
+	@$(PYTHON) -m venv $(strip $(1))
+	@grep -vE '^($(strip $(2)))==' constraints.txt > $(strip $(1))/constraints.txt
+	@$(strip $(1))/bin/python $(PIP_INSTALL) $(TORCH)
+	@$(strip $(1))/bin/python $(PIP_INSTALL) -c $(strip $(1))/constraints.txt $(3)
+endef
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint test-compat build clean
+
+help:  ## list the targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 22
+
+demo: $(VENV)/.stamp-demo  ## run the demonstration on the bundled model
+	@$(VENV)/bin/gatesight demo
+
+test: lint  ## lint, then run the tests
+	@$(VENV)/bin/pytest
+
+lint: $(VENV)/.stamp-test  ## ruff and mypy
+	@$(VENV)/bin/ruff check
+	@$(VENV)/bin/ruff format --check
+	@$(VENV)/bin/mypy
+
+test-compat: $(COMPAT)/.stamp-test $(VENV)/.stamp-test  ## the core tests with the oldest and the pinned transformers
+	@for venv in $(COMPAT) $(VENV); do \
+		$$venv/bin/python -c "import transformers as t; print('Core tests with transformers', t.__version__)" && \
+		$$venv/bin/pytest -m core || exit 1; \
+	done
+
+build: $(VENV)/.stamp-test  ## wheel and source archive into dist/
+	@rm -rf build dist
+	@$(VENV)/bin/python -m build --no-isolation
+	@rm -rf build
+
+clean:  ## remove the environments, what was built, and the caches
+	@rm -rf $(VENV) $(COMPAT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	@find gatesight_hf eval kernels tests examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+$(VENV)/.stamp-demo: $(INPUTS)
+	$(call install, $(VENV), torch, -e .)
+	@touch $@
+
+# The test environment is the demo's and more, so it serves both.
+$(VENV)/.stamp-test: $(INPUTS)
+	$(call install, $(VENV), torch, -e "$(TEST_EXTRAS)")
+	@touch $(VENV)/.stamp-demo $@
+
+$(COMPAT)/.stamp-test: $(INPUTS)
+	$(call install, $(COMPAT), torch|transformers, -e "$(TEST_EXTRAS)" $(OLDEST_TRANSFORMERS))
+	@touch $@

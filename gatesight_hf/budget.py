@@ -1,0 +1,143 @@
+"""How many KV entries each attention layer keeps. Pure functions of lengths, gates and the kept fraction.
+
+Section "Budget" of the GateSight paper: the model-wide number of kept entries is p · (context entries outside the
+protected prefix), the same for every allocation; a layer's share is proportional to its mean output gate.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+Allocation = Literal["gate", "flat", "pyramid"]
+ALLOCATIONS: tuple[str, ...] = get_args(Allocation)
+
+#: PyramidKV's β (arXiv 2406.02069): the last layer's budget is the mean divided by it.
+PYRAMID_BETA = 20
+
+
+def check_kept_fraction(kept_fraction: float) -> float:
+    """Return the kept fraction as a float.
+
+    Raises:
+        ValueError: Not a number in (0, 1].
+    """
+    if isinstance(kept_fraction, bool) or not isinstance(kept_fraction, (int, float)) or not 0 < kept_fraction <= 1:
+        raise ValueError(
+            f"kept_fraction must be in (0, 1], got {kept_fraction!r}: it is the share of the context's KV entries "
+            "that stays (0.1 keeps a tenth; 1.0 keeps all)."
+        )
+    return float(kept_fraction)
+
+
+def check_allocation(allocation: str) -> None:
+    """Raises ValueError unless `allocation` is one of `ALLOCATIONS`."""
+    if allocation not in ALLOCATIONS:
+        raise ValueError(f"allocation must be one of {', '.join(ALLOCATIONS)}, got {allocation!r}.")
+
+
+def total_budget(kept_fraction: float, length: int, layers: int) -> int:
+    """Entries per KV head that all layers together keep of `length` evictable tokens: round(p · layers · length).
+
+    At least one per layer, so that no layer is left empty, and never more than there are.
+    """
+    exact = kept_fraction * layers * length
+    # A product such as 0.35 * 10 falls just below its half-integer; the nudge is far below one part of the budget.
+    return min(layers * length, max(min(layers, layers * length), math.floor(exact + 0.5 + 1e-9)))
+
+
+def layer_weights(allocation: str, layers: int, gate_means: Sequence[float] | None) -> list[float]:
+    """Unnormalised share of each layer.
+
+    Args:
+        allocation: `gate`: the mean output gate (exponent 1). `flat`: equal. `pyramid`: PyramidKV's arithmetic
+            sequence from (2 - 1/β) down to 1/β times the mean.
+        layers: L.
+        gate_means: Mean of sigmoid(gate) over tokens and channels for each layer; only read by `gate`.
+
+    Raises:
+        ValueError: Unknown allocation, or `gate` without a positive mean for each layer.
+    """
+    check_allocation(allocation)
+    if allocation == "flat" or layers == 1:
+        return [1.0] * layers
+    if allocation == "pyramid":
+        last = 1 / PYRAMID_BETA
+        first = 2 - last
+        return [first - j * (first - last) / (layers - 1) for j in range(layers)]
+    if gate_means is None or len(gate_means) != layers or not all(math.isfinite(g) and g > 0 for g in gate_means):
+        raise ValueError(
+            f"allocation='gate' needs a positive mean output gate for each of {layers} attention layers, got "
+            f"{gate_means}; use allocation='flat' for a model without output gates."
+        )
+    return [float(g) for g in gate_means]
+
+
+def allocate(
+    kept_fraction: float,
+    length: int,
+    layers: int,
+    *,
+    allocation: str = "gate",
+    gate_means: Sequence[float] | None = None,
+    block_size: int = 1,
+) -> list[int]:
+    """Entries that each KV head of each layer keeps of `length` evictable tokens.
+
+    Shares are capped at `length`; what a capped layer cannot take goes to the others in proportion to their weights.
+    The integers sum to `total_budget` exactly; with `block_size` > 1 each is then rounded up to whole blocks (paged
+    engines), so that the sum may be larger.
+
+    Args:
+        kept_fraction: p in (0, 1].
+        length: Context tokens outside the protected prefix.
+        layers: L, number of attention layers.
+        allocation: See `layer_weights`.
+        gate_means: See `layer_weights`.
+        block_size: Entries per block.
+
+    Returns:
+        L integers in [1, length] (all 0 if `length` is 0).
+
+    Raises:
+        ValueError: Kept fraction outside (0, 1], negative length, unknown allocation.
+    """
+    check_kept_fraction(kept_fraction)
+    if length < 0 or layers < 1 or block_size < 1:
+        raise ValueError(f"length >= 0, layers >= 1 and block_size >= 1 expected, got {length}, {layers}, {block_size}.")
+    weights = layer_weights(allocation, layers, gate_means)
+    if length == 0:
+        return [0] * layers
+    kept = _round_to_sum(
+        _bounded_shares(total_budget(kept_fraction, length, layers), weights, length),
+        total_budget(kept_fraction, length, layers),
+        length,
+    )
+    return [min(length, -(-k // block_size) * block_size) for k in kept]
+
+
+def _bounded_shares(total: int, weights: Sequence[float], length: int) -> list[float]:
+    """clamp(λ·w, 1, length) for the λ at which the sum is `total`, found by bisection (the sum is monotone in λ)."""
+
+    def shares(scale: float) -> list[float]:
+        return [min(float(length), max(1.0, scale * w)) for w in weights]
+
+    low, high = 0.0, (length + 1) / min(weights)
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(shares(middle)) < total else (low, middle)
+    return shares(high)
+
+
+def _round_to_sum(shares: Sequence[float], total: int, length: int) -> list[int]:
+    """Largest-remainder rounding within [1, length]; ties go to the lower layer."""
+    kept = [min(length, max(1, math.floor(share + 1e-6))) for share in shares]
+    by_remainder = sorted(range(len(kept)), key=lambda j: (kept[j] - shares[j], j))
+    while (missing := total - sum(kept)) != 0:
+        for j in by_remainder if missing > 0 else reversed(by_remainder):
+            step = 1 if missing > 0 else -1
+            if 1 <= kept[j] + step <= length:
+                kept[j] += step
+                missing -= step
+                if missing == 0:
+                    break
+    return kept

@@ -1,0 +1,262 @@
+"""Cache layers: attention layers that can be compacted, and GDN states that can be forked.
+
+An attention layer holds *kept* entries (the compacted context; empty before compaction) and a *tail* (everything
+after it; before compaction: everything). It tells tokens seen (logical) from entries held (physical).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
+
+
+class GateSightAttentionLayer(CacheLayerMixin):
+    """KV entries of one attention layer.
+
+    Attributes:
+        kept_keys, kept_values (`Tensor | None`): `[B, H, N, D]`, the compacted context; None before compaction.
+        kept_positions (`Tensor | None`): `[B, H, N]`, int32: the slot of the context each kept entry came from.
+        kept_valid (`Tensor | None`): `[B, N]`, bool; None if every kept entry of every row counts.
+        tail_keys, tail_values (`Tensor`): `[B, H, t, D]`, entries since then.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        self.kept_keys: Tensor | None = None
+        self.kept_values: Tensor | None = None
+        self.kept_positions: Tensor | None = None
+        self.kept_valid: Tensor | None = None
+        self.tail_keys: Tensor | None = None
+        self.tail_values: Tensor | None = None
+        self.evicted = 0
+        self.is_initialized = False
+
+    # -- what transformers reads ---------------------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.tail_keys = key_states[..., :0, :]
+        self.tail_values = value_states[..., :0, :]
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append entries; returns all held entries `[B, H, N + t, D]`. Held tensors are replaced, never written to."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.tail_keys is not None and self.tail_values is not None
+        self.tail_keys = torch.cat([self.tail_keys, key_states], dim=-2)
+        self.tail_values = torch.cat([self.tail_values, value_states], dim=-2)
+        return self._joined(self.kept_keys, self.tail_keys), self._joined(self.kept_values, self.tail_values)
+
+    @staticmethod
+    def _joined(kept: Tensor | None, tail: Tensor) -> Tensor:
+        return tail if kept is None else torch.cat([kept, tail], dim=-2)
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """All held keys `[B, H, N + t, D]`."""
+        return None if self.tail_keys is None else self._joined(self.kept_keys, self.tail_keys)
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """All held values `[B, H, N + t, D]`."""
+        return None if self.tail_values is None else self._joined(self.kept_values, self.tail_values)
+
+    @property
+    def kept_length(self) -> int:
+        return 0 if self.kept_keys is None else self.kept_keys.shape[-2]
+
+    @property
+    def tail_length(self) -> int:
+        return 0 if self.tail_keys is None else self.tail_keys.shape[-2]
+
+    @property
+    def physical_length(self) -> int:
+        """Entries held per head (of the longest row)."""
+        return self.kept_length + self.tail_length
+
+    def get_seq_length(self) -> int:
+        """Tokens seen: the logical length, which gives positions and slices prompts."""
+        return self.physical_length + self.evicted
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.physical_length + query_length, self.evicted
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self._clear()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise NotImplementedError(
+            "A GateSightCache cannot be cropped: GDN states cannot be rolled back. Fork the cache before the tokens that "
+            "may have to go, and drop the fork."
+        )
+
+    def offload(self) -> None:
+        raise NotImplementedError("GateSightCache does not offload its layers.")
+
+    prefetch = offload
+
+    # -- batches -------------------------------------------------------------------------------------------------------
+
+    def _map(self, function: Any) -> None:
+        for name, tensor in self._tensors().items():
+            setattr(self, name, function(tensor))
+
+    def _tensors(self) -> dict[str, Tensor]:
+        names = ("kept_keys", "kept_values", "kept_positions", "kept_valid", "tail_keys", "tail_values")
+        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map(lambda tensor: tensor[indices])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    # -- compaction, forks, rollback -----------------------------------------------------------------------------------
+
+    def compact(self, indices: Tensor, valid: Tensor) -> None:
+        """Keep only the slots `indices` `[B, H, N]` of the context; `valid` `[B, N]` marks real entries.
+
+        The layer changes only after all its new tensors exist.
+        """
+        assert self.tail_keys is not None and self.tail_values is not None
+        index = indices.unsqueeze(-1).expand(-1, -1, -1, self.tail_keys.shape[-1])
+        keys, values = self.tail_keys.gather(2, index), self.tail_values.gather(2, index)
+        self._settle(keys, values, indices.to(torch.int32), valid)
+
+    def keep_all(self, valid: Tensor) -> None:
+        """Call the whole context kept, without moving an entry; `valid` `[B, T]` marks what is no padding."""
+        assert self.tail_keys is not None and self.tail_values is not None
+        batch, heads, length, _ = self.tail_keys.shape
+        positions = torch.arange(length, dtype=torch.int32, device=self.tail_keys.device).expand(batch, heads, -1)
+        self._settle(self.tail_keys, self.tail_values, positions, valid)
+
+    def _settle(self, keys: Tensor, values: Tensor, positions: Tensor, valid: Tensor) -> None:
+        seen = self.get_seq_length()
+        self.kept_keys, self.kept_values, self.kept_positions = keys, values, positions
+        self.kept_valid = None if bool(valid.all()) else valid
+        self.tail_keys, self.tail_values = keys[..., :0, :].clone(), values[..., :0, :].clone()
+        self.evicted = seen - keys.shape[-2]
+
+    def snapshot(self) -> dict[str, Any]:
+        """The layer's state by reference: free, since tensors are replaced and never written to."""
+        return dict(vars(self))
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        vars(self).update(snapshot)
+
+    def fork(self) -> "GateSightAttentionLayer":
+        """A layer that shares all entries and appends to a tail of its own."""
+        child = GateSightAttentionLayer()
+        child.restore(self.snapshot())
+        return child
+
+    # -- masks ---------------------------------------------------------------------------------------------------------
+
+    def attention_mask(
+        self, query_length: int, padding: Tensor | None, implementation: str, dtype: torch.dtype
+    ) -> Tensor | None:
+        """This layer's own mask for the next `query_length` tokens: kept entries for all, the tail causally.
+
+        Args:
+            query_length: Tokens of the coming update.
+            padding: `[B, tokens seen + query_length]`, bool, False at pads, or None if no pad was ever seen.
+            implementation: The model's attention implementation.
+            dtype: Of the model, for additive masks.
+
+        Returns:
+            `[B or 1, 1, query_length, N + t]`: bool for sdpa, additive for eager; None where every query sees every entry
+            (or where the implementation aligns causal masks to the last key by itself).
+
+        Raises:
+            ValueError: An implementation for which no such mask is known.
+        """
+        tail = self.tail_length + query_length
+        tail_padding = padding[:, -tail:] if padding is not None else None
+        if tail_padding is not None and bool(tail_padding.all()):
+            tail_padding = None
+        padded = self.kept_valid is not None or tail_padding is not None
+        if (query_length == 1 or "flash" in implementation) and not padded:
+            return None
+        if implementation not in ("sdpa", "eager"):
+            raise ValueError(
+                f"A compacted cache works with attention implementations sdpa and eager (and flash without padding), not "
+                f"{implementation!r}; call model.set_attn_implementation('sdpa')."
+            )
+        assert self.kept_keys is not None
+        device = self.kept_keys.device
+        mask = torch.ones((1, 1, query_length, self.kept_length + tail), dtype=torch.bool, device=device)
+        mask[..., self.kept_length :] = mask[..., self.kept_length :].tril(tail - query_length)
+        if padded:
+            kept, late = (
+                part if part is not None else torch.ones((1, length), dtype=torch.bool, device=device)
+                for part, length in ((self.kept_valid, self.kept_length), (tail_padding, tail))
+            )
+            rows = max(len(kept), len(late))
+            mask = mask & torch.cat([kept.expand(rows, -1), late.to(device).expand(rows, -1)], -1)[:, None, None]
+        if implementation == "sdpa":
+            return mask
+        return torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+class GDNStateLayer(LinearAttentionLayer):
+    """Convolution and recurrent state of one GDN layer, with batch operations, forks and rollback."""
+
+    def reset(self) -> None:
+        self.__init__(self.number_of_states)  # type: ignore[misc]
+
+    def activate_past_recording(self) -> None:
+        raise NotImplementedError(
+            "GateSightCache does not support assisted decoding: rejected tokens cannot be taken out of GDN states."
+        )
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        # Replaced instead of copied into, so that snapshots are free. Static addresses serve compiled static caches only.
+        self.recurrent_states[state_idx] = recurrent_states
+        self.is_recurrent_states_initialized[state_idx] = True
+        return recurrent_states
+
+    def _map(self, function: Any) -> None:
+        for states in (self.conv_states, self.recurrent_states):
+            for i, state in states.items():
+                if state is not None:
+                    states[i] = function(state)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map(lambda state: state.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map(lambda state: state[indices])
+
+    def snapshot(self) -> dict[str, Any]:
+        """The layer's state. Convolution states are copied: single-token steps write to them in place."""
+        saved = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(self).items()}
+        saved["conv_states"] = {i: None if s is None else s.clone() for i, s in self.conv_states.items()}
+        return saved
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        vars(self).update(snapshot)
+
+    def fork(self) -> "GDNStateLayer":
+        """A layer with its own copy of both states."""
+        child = GDNStateLayer(self.number_of_states)
+        child.restore(self.snapshot())
+        child.recurrent_states = {i: None if s is None else s.clone() for i, s in self.recurrent_states.items()}
+        return child
+
+    @property
+    def nbytes(self) -> int:
+        states = (*self.conv_states.values(), *self.recurrent_states.values())
+        return sum(state.untyped_storage().nbytes() for state in states if state is not None)
