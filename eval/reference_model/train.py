@@ -30,6 +30,8 @@ LEVELS = [(24, 3, True), (48, 5, True), (96, 8, True), (192, 10, False), (384, 1
           (1024, 24, False), (2048, 24, False)]  # fmt: skip
 #: Level from which tasks other than needles are mixed in.
 MIXED_FROM = 3
+#: Copying is the hardest to learn and stands twice.
+MIXED_TASKS = ("multi_value", "multi_query", "vt", "lookup", "copy", "copy")
 
 
 def build_config(vocab_size: int, hidden_size: int) -> Qwen3_5TextConfig:
@@ -154,7 +156,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--floor", type=float, default=0.1, help="decay floor in nats a token (0.1: half-life 7 tokens)")
     parser.add_argument("--slow-floor", type=float, default=0.04, help="floor of the last value head of each layer")
     parser.add_argument("--floor-weight", type=float, default=5.0)
-    parser.add_argument("--context-weight", type=float, default=0.1, help="loss weight of tokens that are no answers")
+    parser.add_argument("--context-weight", type=float, default=0.1, help="loss weight of the context's own words")
+    parser.add_argument("--question-weight", type=float, default=0.5, help="loss weight of the words of questions")
+    parser.add_argument("--easier", type=float, default=0.33, help="share of steps on easier levels")
     parser.add_argument("--mix", type=float, default=0.3, help="share of steps on tasks other than needles")
     parser.add_argument("--advance-at", type=float, default=0.95, help="answer-token accuracy that ends a level")
     parser.add_argument("--threads", type=int, default=2)
@@ -213,20 +217,20 @@ def main() -> None:
             for group in optimiser.param_groups:
                 group["lr"] = args.learning_rate * warm * cosine
 
-            # A third of the steps stay on easier levels, so that nothing learned is lost.
+            # Some steps stay on easier levels, so that nothing learned is lost.
             current = state["level"]
-            level = current if current == 0 or rng.random() > 0.33 else rng.randrange(current)
+            level = current if current == 0 or rng.random() > args.easier else rng.randrange(current)
             task = "needles"
             if level >= MIXED_FROM and rng.random() < args.mix:
-                task = rng.choice(["multi_value", "multi_query", "vt", "lookup", "copy"])
+                task = rng.choice(MIXED_TASKS)
             ids, targets, is_answer, is_question = sample_batch(rng, level, task, index, args.tokens_per_step)
             logits = model(input_ids=ids, use_cache=False).logits
             losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
             is_context = (targets != 0) & ~is_answer & ~is_question
             # Answers are few in long contexts with one needle: a floor under their number keeps such steps calm.
             loss = (losses * is_answer).sum() / is_answer.sum().clamp(min=32)
-            for part in (is_context, is_question):
-                loss = loss + args.context_weight * (losses * part).sum() / part.sum()
+            for part, weight in ((is_context, args.context_weight), (is_question, args.question_weight)):
+                loss = loss + weight * (losses * part).sum() / part.sum()
             extra = penalty.take()
             (loss + args.floor_weight * extra).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,0 +1,80 @@
+"""The command `gatesight`. Each verb imports its room when it is called."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import __version__
+
+
+def _add_demo(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    verb = verbs.add_parser("demo", help="prefill once, keep a tenth of the cache, ask many questions (bundled model)")
+    verb.add_argument("--kept-fraction", type=float, default=0.1, help="share of KV entries that stays, in (0, 1]")
+    verb.add_argument("--length", type=int, default=2048, help="tokens of the document")
+    verb.add_argument("--needles", type=int, default=8, help="numbers hidden in it, each asked for")
+    verb.add_argument("--seed", type=int, default=0, help="of the document and of random eviction")
+    verb.add_argument("--json", action="store_true", help="print JSON")
+    verb.set_defaults(run=_demo)
+
+
+def _demo(args: argparse.Namespace) -> None:
+    from .demo import format_demo, run_demo
+
+    result = run_demo(args.kept_fraction, args.length, args.needles, args.seed)
+    print(json.dumps(result, indent=2) if args.json else format_demo(result))
+
+
+def _add_train(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    verb = verbs.add_parser("train", help="train an estimator for a model, on documents")
+    verb.add_argument("--model", required=True, help="'reference' (bundled), or a folder or Hub id of a hybrid model")
+    verb.add_argument("--out", type=Path, required=True, help="folder of the estimator, ready for the Hub")
+    verb.add_argument(
+        "--documents",
+        type=Path,
+        nargs="+",
+        help="text files (.txt: one document each; .jsonl: a 'text' per line) or folders of them; "
+        "not needed for the reference model, whose documents are generated",
+    )
+    verb.add_argument("--data", type=Path, help="folder of the collected data (default: OUT with '-data' appended)")
+    verb.add_argument("--train-documents", type=int, default=96)
+    verb.add_argument("--eval-documents", type=int, default=32)
+    verb.add_argument("--length", type=int, default=1024, help="tokens per document; longer ones are cut")
+    verb.add_argument("--continuations", type=int, default=16, help="sampled per document and prompt")
+    verb.add_argument("--continuation-tokens", type=int, default=24)
+    verb.add_argument(
+        "--prompt",
+        action="append",
+        help="text put after each document before sampling; may be repeated (default: none; for the reference model "
+        "'question :')",
+    )
+    verb.add_argument("--epochs", type=int, default=30)
+    verb.add_argument("--window", type=int, default=6, help="nearest GDN layers below an attention layer that are read")
+    verb.add_argument("--hidden-size", type=int, default=64)
+    verb.add_argument("--seed", type=int, default=0)
+    verb.add_argument("--json", action="store_true", help="print JSON")
+    verb.set_defaults(run=_train)
+
+
+def _train(args: argparse.Namespace) -> None:
+    from .training.run import format_metrics, train_from_arguments
+
+    metrics = train_from_arguments(args)
+    print(json.dumps(metrics, indent=2) if args.json else format_metrics(metrics))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status. Errors that a user can mend are one line on stderr."""
+    parser = argparse.ArgumentParser(prog="gatesight", description=__doc__)
+    parser.add_argument("--version", action="version", version=__version__)
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    _add_demo(verbs)
+    _add_train(verbs)
+    args = parser.parse_args(arguments)
+    try:
+        args.run(args)
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"gatesight: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,148 @@
+"""From documents to training data: one shard per document with its signals and the utilities of its entries.
+
+Each document is prefilled once, some continuations are sampled from it, and the utilities are computed from the
+queries of those continuations. A shard is a safetensors file; shards that exist are not made again, so that a run that
+was killed goes on where it stopped, and memory does not grow with the number of documents.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from .._compat import cache_argument
+from ..cache import GateSightCache
+from ..hybrid import HybridSpec
+from ..scoring import Prefill
+from .utility import capture_queries, entry_utilities, normalise
+
+
+@dataclass(frozen=True)
+class _SignalsOnly:
+    """A scorer that is never asked: it makes the cache record signals."""
+
+    needs_signals: bool = True
+
+    def check(self, spec: HybridSpec) -> None:
+        """Fits every hybrid."""
+
+    def score(self, prefill: Prefill, ordinal: int) -> Tensor:
+        raise AssertionError("with a kept fraction of 1 nothing is scored")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How continuations are drawn.
+
+    Attributes:
+        continuations: Per document and prompt.
+        tokens: New tokens of each.
+        temperature: Of sampling.
+        prompts: Ids put after the document before sampling, each a list; one empty list samples straight on.
+        seed: Of the whole collection; document k uses seed + k.
+    """
+
+    continuations: int = 8
+    tokens: int = 32
+    temperature: float = 1.0
+    prompts: tuple[tuple[int, ...], ...] = ((),)
+    seed: int = 0
+
+
+def document_utilities(model: Any, ids: Tensor, sampling: Sampling, seed: int) -> tuple[list[Tensor], Tensor]:
+    """Signals and utilities of one document.
+
+    Args:
+        model: A hybrid model in evaluation mode.
+        ids: `[1, T]`.
+        sampling: See `Sampling`.
+        seed: Of this document.
+
+    Returns:
+        Per GDN ordinal the signals `[T, 3, HV]`, and utilities `[L, H, T]`, float32, max-normalised per layer and head.
+    """
+    spec = HybridSpec.from_config(model.config)
+    name = cache_argument(model)
+    parent = GateSightCache(_SignalsOnly(), model, kept_fraction=1.0, allocation="flat")
+    utilities = torch.zeros(spec.num_attention_layers, spec.num_key_value_heads, ids.shape[1])
+    with torch.no_grad():
+        model(ids, **{name: parent}, use_cache=True, logits_to_keep=1)
+        record = parent.prefill()
+        signals = [signal[0].cpu() for signal in record.signals]
+        parent.compact()
+        for k, prompt in enumerate(sampling.prompts):
+            start = torch.tensor([prompt], dtype=torch.long, device=ids.device)
+            with torch.random.fork_rng(devices=[ids.device] if ids.is_cuda else []):
+                torch.manual_seed(seed * 1009 + k)
+                sampled = model.generate(
+                    torch.cat([ids, start], dim=1),
+                    **{name: parent.fork()} if prompt else {},
+                    do_sample=True,
+                    temperature=sampling.temperature,
+                    top_k=0,
+                    max_new_tokens=sampling.tokens,
+                    min_new_tokens=sampling.tokens,
+                    num_return_sequences=sampling.continuations,
+                )
+            for row in sampled[:, ids.shape[1] :]:
+                child = parent.fork()
+                with capture_queries(model, spec, child) as queries:
+                    model(row.unsqueeze(0), **{name: child}, use_cache=True, logits_to_keep=1)
+                for j, layer in enumerate(child.attention_layers):
+                    assert layer.keys is not None and layer.values is not None
+                    new = entry_utilities(
+                        queries[j][0][0], layer.keys[0], layer.values[0], ids.shape[1], spec.head_dim**-0.5
+                    )
+                    utilities[j] = torch.maximum(utilities[j], new.cpu())
+    return signals, normalise(utilities)
+
+
+def collect(model: Any, documents: Iterable[Sequence[int]], folder: Path, sampling: Sampling, label: str) -> list[Path]:
+    """Write one shard per document into `folder`; returns the shards in document order.
+
+    Args:
+        model: A hybrid model in evaluation mode.
+        documents: Token ids of each document.
+        folder: For `document_00000.safetensors` and so on.
+        sampling: How continuations are drawn.
+        label: Of the progress bar.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = []
+    for k, ids in enumerate(tqdm(documents, desc=label, unit="document")):
+        shard = folder / f"document_{k:05}.safetensors"
+        shards.append(shard)
+        if shard.exists():
+            continue
+        tensor = torch.tensor([list(ids)], dtype=torch.long, device=model.device)
+        signals, utilities = document_utilities(model, tensor, sampling, sampling.seed + k)
+        partial = shard.with_suffix(".partial")
+        stored = {f"signals.{i}": signal.contiguous() for i, signal in enumerate(signals)}
+        save_file({**stored, "utilities": utilities, "ids": tensor[0].cpu()}, partial)
+        partial.replace(shard)
+    return shards
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One document of training data: signals `[T, 3, HV]` per GDN ordinal and utilities `[L, H, T]`."""
+
+    signals: list[Tensor]
+    utilities: Tensor
+
+    @property
+    def length(self) -> int:
+        return self.utilities.shape[-1]
+
+
+def read_shards(paths: Sequence[Path]) -> Iterator[Shard]:
+    """One shard in memory at a time."""
+    for path in paths:
+        tensors = load_file(path)
+        count = sum(name.startswith("signals.") for name in tensors)
+        yield Shard([tensors[f"signals.{i}"] for i in range(count)], tensors["utilities"])

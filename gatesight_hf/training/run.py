@@ -1,0 +1,216 @@
+"""`gatesight train`: documents in, an estimator folder ready for the Hub out."""
+
+import argparse
+import hashlib
+import json
+import platform
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from .. import __version__
+from ..estimator import EstimatorConfig
+from ..hybrid import HybridSpec
+from ..reference import documents as reference_documents
+from ..reference import load_model, load_tokenizer
+from .collect import Sampling, collect
+from .fit import FitOptions, fit
+
+#: The shortest text worth a document, as a share of the asked length.
+SHORTEST_SHARE = 0.25
+
+
+def read_texts(paths: Sequence[Path]) -> Iterator[str]:
+    """Texts of `.txt` files (one each) and `.jsonl` files (key `text` of each line); folders are searched for both.
+
+    Raises:
+        FileNotFoundError: A path does not exist.
+        ValueError: A file of another kind, or a line without `text`.
+    """
+    for path in paths:
+        if path.is_dir():
+            yield from read_texts(sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".jsonl")))
+        elif path.suffix == ".txt":
+            yield path.read_text(encoding="utf-8")
+        elif path.suffix == ".jsonl":
+            with path.open(encoding="utf-8") as lines:
+                for number, line in enumerate(lines, 1):
+                    row = json.loads(line)
+                    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+                        raise ValueError(f"{path}, line {number}: expected an object with a string 'text'.")
+                    yield row["text"]
+        else:
+            raise ValueError(f"{path}: documents are .txt or .jsonl files, or folders of them.")
+
+
+def reference_texts(length: int, seed: int) -> Iterator[str]:
+    """Endless documents of the reference model's tasks, `length` tokens each."""
+    rng = random.Random(f"estimator-documents-{seed}")
+    while True:
+        kind = rng.random()
+        if kind < 0.7:
+            document = reference_documents.needles(
+                rng, length, rng.choice([1, 2, 4, 8, 12, 16]), short=rng.random() < 0.2, repeated=rng.random() < 0.15
+            )
+        else:
+            task = rng.choice(["niah_multivalue", "vt", "qa"])
+            document = reference_documents.TASKS[task](rng, length)
+        yield document.text
+
+
+def tokenized(texts: Iterator[str], tokenizer: Any, length: int) -> Iterator[list[int]]:
+    """Ids of each text, cut to `length`; too short ones and repeated ones are left out."""
+    seen: set[bytes] = set()
+    for text in texts:
+        ids = tokenizer(text).input_ids[:length]
+        digest = hashlib.sha256(str(ids).encode()).digest()
+        if len(ids) >= SHORTEST_SHARE * length and digest not in seen:
+            seen.add(digest)
+            yield ids
+
+
+def claim_folder(folder: Path, settings: dict[str, Any]) -> None:
+    """Make sure that shards in `folder` come from the same settings.
+
+    Raises:
+        ValueError: They come from others.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    record = folder / "collection.json"
+    text = json.dumps(settings, indent=2, sort_keys=True)
+    if record.exists() and record.read_text() != text:
+        raise ValueError(
+            f"{folder} holds data collected with other settings (see {record.name} in it). Give another --data folder, or "
+            "remove this one."
+        )
+    record.write_text(text)
+
+
+def train_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Collect, fit, measure and write. Returns what `metrics.json` holds."""
+    is_reference = args.model == "reference"
+    if is_reference:
+        model, tokenizer, name = load_model(), load_tokenizer(), "gatesight-reference"
+        texts = reference_texts(args.length, args.seed) if not args.documents else read_texts(args.documents)
+    else:
+        if not args.documents:
+            raise ValueError("--documents is needed for any model but 'reference'.")
+        model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").eval()
+        tokenizer, name = transformers.AutoTokenizer.from_pretrained(args.model), args.model
+        texts = read_texts(args.documents)
+    spec = HybridSpec.from_config(model.config)
+    config = EstimatorConfig.for_model(spec, name, args.window, args.hidden_size)
+
+    wanted = args.train_documents + args.eval_documents
+    ids = list(islice(tokenized(texts, tokenizer, args.length), wanted))
+    if len(ids) < wanted:
+        raise ValueError(
+            f"Only {len(ids)} different documents of at least {int(SHORTEST_SHARE * args.length)} tokens were found, "
+            f"{wanted} are asked for: lower --train-documents, --eval-documents or --length."
+        )
+    prompts = args.prompt or (["question :"] if is_reference else [""])
+    sampling = Sampling(
+        continuations=args.continuations,
+        tokens=args.continuation_tokens,
+        prompts=tuple(tuple(tokenizer(p, add_special_tokens=False).input_ids) if p else () for p in prompts),
+        seed=args.seed,
+    )
+    data = args.data or args.out.with_name(args.out.name + "-data")
+    settings = {
+        "model": name,
+        "weights": weights_digest(model),
+        "sampling": asdict(sampling) | {"prompts": prompts},
+        "documents": hashlib.sha256(str(ids).encode()).hexdigest(),
+        "train_documents": args.train_documents,
+    }
+    claim_folder(data, settings)
+    train = collect(model, ids[: args.train_documents], data / "train", sampling, "train documents")
+    held_out_sampling = Sampling(**{**vars(sampling), "seed": sampling.seed + 1_000_000})
+    held_out = collect(model, ids[args.train_documents :], data / "eval", held_out_sampling, "eval documents")
+
+    estimator, table, singles = fit(config, train, held_out, FitOptions(epochs=args.epochs, seed=args.seed))
+    metrics = {
+        "base_model": name,
+        "fingerprint": spec.fingerprint,
+        "parameters": estimator.num_parameters,
+        "held_out": table,
+        "best_single_signals": singles,
+        "train_documents": len(train),
+        "eval_documents": len(held_out),
+        "document_tokens": args.length,
+        "sampling": settings["sampling"],
+        "seed": args.seed,
+        "versions": {
+            "gatesight_hf": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+    }
+    estimator.save_pretrained(args.out)
+    (args.out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    (args.out / "README.md").write_text(card(metrics))
+    return metrics
+
+
+def weights_digest(model: Any) -> str:
+    """A short digest of the model's decays and gate projections: tells checkpoints of one layout apart."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("A_log", "dt_bias")) and parameter.device.type != "meta":
+            digest.update(name.encode() + parameter.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def format_metrics(metrics: dict[str, Any]) -> str:
+    """The table of held-out metrics."""
+    lines = [f"{'':20} overlap@10  mass@10  Spearman   ({metrics['eval_documents']} held-out documents)"]
+    for name, row in metrics["held_out"].items():
+        lines.append(f"{name:20} {row['overlap@10']:10.3f} {row['mass@10']:8.3f} {row['spearman']:9.3f}")
+    return "\n".join(lines)
+
+
+def card(metrics: dict[str, Any]) -> str:
+    """The Hub card of an estimator, from its metrics alone."""
+    rows = "\n".join(
+        f"| {name} | {row['overlap@10']:.3f} | {row['mass@10']:.3f} | {row['spearman']:.3f} |"
+        for name, row in metrics["held_out"].items()
+    )
+    return f"""---
+library_name: gatesight_hf
+license: apache-2.0
+base_model: {metrics["base_model"]}
+tags:
+- kv-cache
+- gated-deltanet
+- gatesight
+---
+
+# GateSight estimator for {metrics["base_model"]}
+
+Predicts from Gated-DeltaNet signals which KV entries of a context will matter later.
+{metrics["parameters"]:,} parameters; model layout `{metrics["fingerprint"]}`.
+
+```python
+from gatesight_hf import GateSightCache
+
+cache = GateSightCache.from_pretrained("path/to/this/folder", model=model, kept_fraction=0.1)
+model.generate(**inputs, past_key_values=cache)
+```
+
+## Measured on {metrics["eval_documents"]} held-out documents of up to {metrics["document_tokens"]} tokens
+
+| scores | overlap@10 | utility mass in the top 10 % | Spearman |
+|---|---|---|---|
+{rows}
+
+Means over documents, attention layers and KV heads. Trained on {metrics["train_documents"]} other documents, seed
+{metrics["seed"]}, {metrics["sampling"]["continuations"]} sampled continuations of {metrics["sampling"]["tokens"]} tokens each.
+Versions: {", ".join(f"{name} {version}" for name, version in metrics["versions"].items())}.
+"""

@@ -1,0 +1,113 @@
+"""The training target: how much attention outputs change when one KV entry is removed.
+
+For one query with attention weights a and output o = Σ a_i v_i, removing entry i renormalises the rest to
+o' = (o - a_i v_i) / (1 - a_i), so that o' - o = a_i / (1 - a_i) · (o - v_i). The utility of entry i is the largest norm of
+that change, taken over all query heads of the group together, over the queries of sampled continuations; the output
+gate is left out (GateSight paper, section "Training target").
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat import cache_of_call
+from ..hybrid import HybridSpec, find_modules
+
+#: Queries handled at a time: bounds the scratch memory at `groups x QUERIES x T` numbers.
+QUERIES_PER_CHUNK = 64
+
+
+def apply_rotary(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding on the first `cos.shape[-1]` channels; the others pass (partial RoPE).
+
+    Args:
+        states: `[B, T, heads, D]`.
+        cos, sin: `[B, T, rotary channels]`.
+    """
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    rotary, passed = states[..., : cos.shape[-1]], states[..., cos.shape[-1] :]
+    first, second = rotary.chunk(2, dim=-1)
+    return torch.cat([rotary * cos + torch.cat([-second, first], dim=-1) * sin, passed], dim=-1)
+
+
+@contextmanager
+def capture_queries(model: Any, spec: HybridSpec, cache: Any) -> Iterator[list[list[Tensor]]]:
+    """Collect the rotated queries of every attention layer in forwards with `cache`.
+
+    Yields:
+        Per attention ordinal, a list of `[B, T, heads, D]`, one per forward.
+    """
+    modules = find_modules(model, spec)
+    queries: list[list[Tensor]] = [[] for _ in modules.attention]
+    rotation: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def before(ordinal: int, module: Any, args: Any, kwargs: Any) -> None:
+        rotation.pop(ordinal, None)
+        if cache_of_call(kwargs) is cache:
+            rotation[ordinal] = kwargs["position_embeddings"]
+
+    def after_norm(ordinal: int, module: Any, args: Any, output: Tensor) -> None:
+        if ordinal in rotation:
+            queries[ordinal].append(apply_rotary(output.detach(), *rotation[ordinal]))
+
+    handles = []
+    for j, attention in enumerate(modules.attention):
+        handles.append(attention.register_forward_pre_hook(partial(before, j), with_kwargs=True))
+        handles.append(attention.q_norm.register_forward_hook(partial(after_norm, j)))  # type: ignore[union-attr]
+    try:
+        yield queries
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def entry_utilities(queries: Tensor, keys: Tensor, values: Tensor, context: int, scale: float) -> Tensor:
+    """Utilities of the first `context` entries for queries that follow each other at the end of the keys.
+
+    Logits are float32; weights and changes are float64, since 1 - a loses all its digits in float32 where one entry takes
+    nearly all attention.
+
+    Args:
+        queries: `[Q, heads, D]`, rotated; query t sees all keys up to its own, at `len(keys) - Q + t`.
+        keys: `[H, T, D]`, rotated.
+        values: `[H, T, D]`.
+        context: Entries to rate, the first ones.
+        scale: Of the logits.
+
+    Returns:
+        `[H, context]`, float32, not normalised.
+    """
+    heads, length, _ = keys.shape
+    groups = queries.shape[1] // heads
+    count = queries.shape[0]
+    utilities = keys.new_zeros((heads, context), dtype=torch.float64)
+    slot = torch.arange(length, device=keys.device)
+    for head in range(heads):
+        key, value = keys[head].float(), values[head].double()
+        for start in range(0, count, QUERIES_PER_CHUNK):
+            stop = min(count, start + QUERIES_PER_CHUNK)
+            query = queries[start:stop, head * groups : (head + 1) * groups].float()
+            logits = torch.einsum("qgd,td->qgt", query, key) * scale
+            own = torch.arange(length - count + start, length - count + stop, device=keys.device)
+            logits = logits.masked_fill(slot > own[:, None, None], float("-inf"))
+            weights = logits.double().softmax(-1)
+            outputs = weights @ value
+            distance = (
+                value[:context].square().sum(-1)
+                - 2 * outputs @ value[:context].T
+                + outputs.square().sum(-1, keepdim=True)
+            ).clamp_min(0)
+            kept = weights[..., :context]
+            ratio = kept / (1 - kept).clamp_min(1e-12)
+            change = (ratio.square() * distance).sum(1).sqrt()
+            utilities[head] = torch.maximum(utilities[head], change.amax(0))
+    return utilities.float()
+
+
+def normalise(utilities: Tensor) -> Tensor:
+    """Divide by the maximum over the entries of each row, `[..., T]`; all-zero rows stay zero."""
+    return utilities / utilities.amax(-1, keepdim=True).clamp_min(torch.finfo(utilities.dtype).tiny)

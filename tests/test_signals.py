@@ -1,0 +1,274 @@
+"""Signals equal an independent recomputation, whatever the chunks and padding; other caches and decoding cost nothing."""
+
+import copy
+import pickle
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import cpu_offload
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from gatesight_hf import GateSightCache, signals
+from gatesight_hf.signals import attach
+
+from .conftest import KeyNorm, compacted, forward, generate, left_padded, prefilled, random_estimator, random_ids
+from .conftest import tiny_model
+
+pytestmark = pytest.mark.core
+
+LENGTH = 21
+CHUNKS = ([21], [1] * 21, [20, 1], [1, 20], [2, 3, 5, 7, 4])
+#: Between forwards of different shapes the model's own rounding differs and grows from layer to layer.
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def mixers(model: Any, name: str) -> list[Any]:
+    return [getattr(layer, name) for layer in model.model.layers if hasattr(layer, name)]
+
+
+@contextmanager
+def hidden_states(modules: list[nn.Module]) -> Iterator[list[list[Tensor]]]:
+    """What each module is given, chunk by chunk."""
+    seen: list[list[Tensor]] = [[] for _ in modules]
+
+    def hook_of(chunks: list[Tensor]) -> Any:
+        return lambda module, args, kwargs: chunks.append(kwargs["hidden_states"])
+
+    handles = [m.register_forward_pre_hook(hook_of(c), with_kwargs=True) for m, c in zip(modules, seen, strict=True)]
+    yield seen
+    for handle in handles:
+        handle.remove()
+
+
+def recomputed(gdn: Any, hidden: Tensor) -> Tensor:
+    """β, g and ‖v‖ `[B, T, 3, HV]` of a whole context, step by step as the layer's own forward has them."""
+    batch, length, _ = hidden.shape
+    if hasattr(gdn, "in_proj_qkvz"):
+        parts = gdn.fix_query_key_value_ordering(gdn.in_proj_qkvz(hidden), gdn.in_proj_ba(hidden))
+        q, k, v, _, b, a = (part.reshape(batch, length, -1) for part in parts)
+        mixed = torch.cat([q, k, v], dim=-1)
+    else:
+        mixed, b, a = gdn.in_proj_qkv(hidden), gdn.in_proj_b(hidden), gdn.in_proj_a(hidden)
+    convolved = F.silu(gdn.conv1d(mixed.transpose(1, 2))[..., :length]).transpose(1, 2)
+    value = convolved[..., 2 * gdn.key_dim :].reshape(batch, length, gdn.num_v_heads, gdn.head_v_dim)
+    decay = -torch.exp(gdn.A_log) * F.softplus(a + gdn.dt_bias)
+    return torch.stack([torch.sigmoid(b), decay, value.pow(2).sum(-1).sqrt()], dim=2)
+
+
+def recomputed_gate(attention: Any, hidden: Tensor) -> Tensor:
+    """Mean of sigmoid(gate) per token `[B, T]`."""
+    q_proj = attention.q_proj(hidden).view(*hidden.shape[:-1], -1, 2 * attention.head_dim)
+    return torch.sigmoid(q_proj.chunk(2, dim=-1)[1]).mean((-1, -2))
+
+
+@pytest.mark.parametrize("chunks", CHUNKS, ids=str)
+def test_signals_and_gates_equal_a_recomputation(any_model, chunks):
+    gdn, attention = mixers(any_model, "linear_attn"), mixers(any_model, "self_attn")
+    with hidden_states([*gdn, *attention]) as seen:
+        cache = prefilled(any_model, random_ids(LENGTH, rows=2), chunks)
+    hidden = [torch.cat(parts, dim=1) for parts in seen]
+    recorded = cache.prefill().signals
+    assert len(recorded) == len(gdn) == 6
+    for layer, inputs, found in zip(gdn, hidden, recorded, strict=False):
+        torch.testing.assert_close(found, recomputed(layer, inputs), rtol=1e-6, atol=1e-6)
+        assert (found.std(dim=1) > 1e-3).all(), "a constant signal shows nothing"
+    means = torch.stack([recomputed_gate(a, h).mean(1) for a, h in zip(attention, hidden[6:], strict=True)], 1)
+    torch.testing.assert_close(torch.tensor(cache.report().gate_means), means, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunks", CHUNKS[1:], ids=str)
+def test_chunks_do_not_matter(any_model, chunks):
+    one, many = (prefilled(any_model, random_ids(LENGTH), c) for c in ([LENGTH], chunks))
+    for a, b in zip(one.prefill().signals, many.prefill().signals, strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+    torch.testing.assert_close(torch.tensor(one.gate_means()), torch.tensor(many.gate_means()), **CLOSE)
+
+
+def check_padded_rows(model: Any, chunks: list[int]) -> None:
+    rows = [random_ids(length, seed=length) for length in (LENGTH, 13, 5, 1)]
+    ids, mask = left_padded(rows)
+    batch = prefilled(model, ids, chunks, mask)
+    assert batch.prefill().lengths == [row.shape[1] for row in rows]
+    for r, row in enumerate(rows):
+        alone = prefilled(model, row)
+        for a, b in zip(alone.prefill().signals, batch.prefill().signals, strict=True):
+            torch.testing.assert_close(b[r, -row.shape[1] :], a[0], **CLOSE)
+        expected, found = torch.tensor(alone.gate_means()[0]), torch.tensor(batch.gate_means()[r])
+        torch.testing.assert_close(found, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("chunks", CHUNKS, ids=str)
+def test_left_padded_rows_equal_rows_alone(dense, chunks):
+    check_padded_rows(dense, chunks)
+
+
+def test_left_padded_rows_equal_rows_alone_in_every_family(any_model):
+    check_padded_rows(any_model, [20, 1])
+
+
+def test_signals_keep_the_dtype_of_the_model():
+    model = tiny_model().bfloat16()
+    cache = prefilled(model, random_ids(LENGTH), scorer=random_estimator(model))
+    assert {signal.dtype for signal in cache.prefill().signals} == {torch.bfloat16}
+    expected = 6 * LENGTH * 3 * 4 * 2
+    assert cache.report().signal_bytes == expected
+
+
+def test_an_offloaded_model_gives_the_same_signals(dense):
+    """transformers PR 46831: weights of an offloaded layer are there only inside its own forward."""
+    model = tiny_model()
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert model.model.layers[0].linear_attn.conv1d.weight.is_meta
+    for chunks in ([LENGTH], [20, 1]):
+        found, expected = (prefilled(m, random_ids(LENGTH), chunks).prefill().signals for m in (model, dense))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+# -- nothing for others ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recording_is_an_error(dense: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    attach(dense)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a signal was computed")
+
+    monkeypatch.setattr(signals, "gdn_signals", fail)
+    monkeypatch.setattr(GateSightCache, "record_signals", fail)
+    monkeypatch.setattr(GateSightCache, "record_gate", fail)
+
+
+@pytest.mark.usefixtures("recording_is_an_error")
+def test_other_caches_cost_nothing(dense):
+    ids = random_ids(LENGTH)
+    forward(dense, ids, DynamicCache(config=dense.config))
+    generate(dense, ids, DynamicCache(config=dense.config))
+    dense(ids, use_cache=False)
+    dense.generate(ids, max_new_tokens=2, do_sample=False)
+    assert not signals._calls.by_key
+
+
+def test_decoding_costs_nothing(dense, request):
+    cache = compacted(dense, random_ids(LENGTH))
+    assert cache.report().signal_bytes == 0
+    request.getfixturevalue("recording_is_an_error")
+    child = cache.fork()
+    generate(dense, random_ids(LENGTH + 4), child, **{"attention_mask": torch.ones(1, 2 * LENGTH + 4)})
+    forward(dense, random_ids(3), child)
+    assert child.report().signal_bytes == 0
+    assert not signals._calls.by_key
+
+
+def test_a_scorer_that_needs_no_signals_records_none(dense):
+    for chunks in ([LENGTH], [20, 1]):
+        cache = prefilled(dense, random_ids(LENGTH), chunks, scorer=KeyNorm(), allocation="flat")
+        assert cache.prefill().signals == []
+        assert cache.report().signal_bytes == 0
+        assert cache.report().gate_means == []
+        assert cache.compact().achieved_fraction == pytest.approx(0.1, abs=0.02)
+
+
+# -- hooks -------------------------------------------------------------------------------------------------------------
+
+
+def traces(model: nn.Module) -> list[tuple[set[str], int]]:
+    """Attributes and numbers of hooks of every module."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
+             "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks")  # fmt: skip
+    return [(set(vars(m)), sum(len(getattr(m, kind)) for kind in kinds)) for m in model.modules()]
+
+
+def test_hooks_can_be_taken_off_without_a_trace():
+    model = tiny_model()
+    before = traces(model)
+    hooks = attach(model)
+    assert traces(model) != before
+    hooks.remove()
+    hooks.remove()
+    assert traces(model) == before
+    with attach(model):
+        assert compacted(model, random_ids(LENGTH)).is_compacted
+    assert traces(model) == before
+
+
+def test_an_own_generate_of_the_model_comes_back():
+    model = tiny_model()
+    own = lambda *args, **kwargs: "own"  # noqa: E731
+    model.generate = own
+    hooks = attach(model)
+    assert model.generate(random_ids(3)) == "own"
+    hooks.remove()
+    assert model.generate is own
+
+
+def test_attaching_twice_changes_nothing():
+    model = tiny_model()
+    hooks = attach(model)
+    once = traces(model)
+    GateSightCache(random_estimator(model), model)
+    assert attach(model) is hooks
+    assert traces(model) == once
+
+
+def test_a_copied_model_has_working_hooks_of_its_own(dense):
+    expected = prefilled(dense, random_ids(LENGTH)).prefill().signals
+    model = tiny_model()
+    bare = traces(model)
+    attach(model)
+    twin = copy.deepcopy(model)
+    assert traces(twin) == traces(model)
+    attach(model).remove()
+    assert traces(model) == bare
+    found = prefilled(twin, random_ids(LENGTH), [20, 1]).prefill().signals
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+    assert torch.equal(generate(twin, random_ids(9), None), generate(dense, random_ids(9), None))
+    attach(twin).remove()
+    assert traces(twin) == bare
+
+
+def test_a_hooked_model_can_be_pickled(dense):
+    model = tiny_model()
+    attach(model)
+    twin = pickle.loads(pickle.dumps(model))
+    ids = random_ids(LENGTH)
+    expected, found = (generate(m, ids, GateSightCache(random_estimator(m), m)) for m in (dense, twin))
+    assert torch.equal(found, expected)
+
+
+def test_caches_interleave_on_one_model(dense):
+    contexts = [random_ids(LENGTH, seed=1), random_ids(LENGTH, seed=2)]
+    alone = [prefilled(dense, ids, [8, 8, 5]).prefill().signals for ids in contexts]
+    caches = [GateSightCache(random_estimator(dense), dense) for _ in contexts]
+    other = DynamicCache(config=dense.config)
+    for start, stop in ((0, 8), (8, 16), (16, LENGTH)):
+        for ids, cache in zip(contexts, caches, strict=True):
+            forward(dense, ids[:, start:stop], cache)
+            forward(dense, ids[:, start:stop], other)
+    for cache, expected in zip(caches, alone, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(cache.prefill().signals, expected, strict=True))
+
+
+def test_threads_do_not_mix(dense):
+    contexts = [random_ids(LENGTH, seed=seed) for seed in range(4)]
+    alone = [prefilled(dense, ids).prefill().signals for ids in contexts]
+    found: dict[int, list[Tensor]] = {}
+
+    def work(i: int) -> None:
+        with torch.no_grad():
+            found[i] = prefilled(dense, contexts[i]).prefill().signals
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, expected in enumerate(alone):
+        assert all(torch.equal(a, b) for a, b in zip(found[i], expected, strict=True))
