@@ -1,8 +1,9 @@
-"""GateSight for Hugging Face Transformers: keep a fraction of a hybrid model's KV cache, chosen by its own GDN gates."""
+"""GateSight for Transformers: keep a fraction of a hybrid model's KV cache, chosen by its own GDN gates."""
 
-from .cache import CacheReport, GateSightCache
+from .cache import GateSightCache
 from .errors import CacheStateError, EstimatorMismatchError, UnsupportedModelError
 from .estimator import Estimator, EstimatorConfig
+from .report import CacheReport
 from .scoring import Prefill, Scorer
 
 __version__ = "0.1.0"

@@ -27,6 +27,6 @@ def cache_argument(model: Any) -> str:
 
 
 @functools.cache
-def _cache_argument(model_class: type) -> str:
+def _cache_argument(model_class: Any) -> str:
     parameters = inspect.signature(inspect.unwrap(model_class.forward)).parameters
     return "cache" if "cache" in parameters else "past_key_values"

@@ -103,7 +103,9 @@ def allocate(
     """
     check_kept_fraction(kept_fraction)
     if length < 0 or layers < 1 or block_size < 1:
-        raise ValueError(f"length >= 0, layers >= 1 and block_size >= 1 expected, got {length}, {layers}, {block_size}.")
+        raise ValueError(
+            f"length >= 0, layers >= 1 and block_size >= 1 expected, got {length}, {layers}, {block_size}."
+        )
     weights = layer_weights(allocation, layers, gate_means)
     if length == 0:
         return [0] * layers

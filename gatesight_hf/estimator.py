@@ -77,8 +77,8 @@ class EstimatorConfig:
         version = data.get("format_version")
         if version != FORMAT_VERSION:
             raise ValueError(
-                f"Estimator format {version!r}; this gatesight_hf reads format {FORMAT_VERSION}. Upgrade gatesight_hf or "
-                "choose another revision of the estimator."
+                f"Estimator format {version!r}; this gatesight_hf reads format {FORMAT_VERSION}. Upgrade gatesight_hf, "
+                "or choose another revision of the estimator."
             )
         names = {f.name for f in fields(cls)}
         if set(data) != names:
@@ -90,7 +90,9 @@ class EstimatorConfig:
         data["gdn_windows"] = tuple(tuple(int(i) for i in window) for window in data["gdn_windows"])
         config = cls(**data)
         if config.signals != SIGNALS or config.ages != AGES:
-            raise ValueError(f"Estimator reads {config.signals} + {config.ages}; this version computes {SIGNALS} + {AGES}.")
+            raise ValueError(
+                f"Estimator reads {config.signals} + {config.ages}; this version computes {SIGNALS} + {AGES}."
+            )
         sizes = (config.num_key_value_heads, config.num_value_heads, config.hidden_size, config.window)
         if not all(isinstance(n, int) and 1 <= n <= 65536 for n in sizes) or not config.gdn_windows:
             raise ValueError(f"Estimator {CONFIG_NAME}: implausible sizes {sizes}.")
@@ -144,7 +146,7 @@ class Estimator:
             tensor = tensors[name]
             if tuple(tensor.shape) != shape or tensor.dtype != torch.float32:
                 raise ValueError(
-                    f"Estimator weights: {name} must be float32 of shape {shape}, got {tensor.dtype} {tuple(tensor.shape)}."
+                    f"Estimator weights: {name} must be float32 {shape}, got {tensor.dtype} {tuple(tensor.shape)}."
                 )
             if not torch.isfinite(tensor).all() or (name.endswith("input_std") and not (tensor > 0).all()):
                 raise ValueError(f"Estimator weights: {name} holds values that are not finite or not positive.")
@@ -158,8 +160,8 @@ class Estimator:
         if spec.fingerprint != self.config.fingerprint:
             raise EstimatorMismatchError(
                 f"This estimator was trained for {self.config.base_model!r}: {self.config.model_type}, layout "
-                f"{self.config.fingerprint}. The model is {spec.describe()}. Load the estimator of this model, or train one "
-                "with `gatesight train`."
+                f"{self.config.fingerprint}. The model is {spec.describe()}. Load the estimator of this model, or train "
+                "one with `gatesight train`."
             )
 
     def score(self, prefill: Prefill, ordinal: int) -> Tensor:
@@ -179,7 +181,9 @@ class Estimator:
     def _folded(self, ordinal: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The MLPs of one layer with the standardisation folded into the first layer, on `device`."""
         mean, std, weight_in, bias_in, weight_out, bias_out = (
-            self.tensors[name].to(device) for name in self.config.tensor_shapes() if name.startswith(f"layers.{ordinal}.")
+            self.tensors[name].to(device)
+            for name in self.config.tensor_shapes()
+            if name.startswith(f"layers.{ordinal}.")
         )
         weight = weight_in / std.unsqueeze(-1)
         return weight, bias_in - (mean.unsqueeze(-1) * weight).sum(1), weight_out, bias_out

@@ -45,7 +45,7 @@ def assemble(signals: Sequence[Tensor], start: int, stop: int, pads: int, length
     """Inputs of the tokens `start … stop-1` of one row.
 
     Args:
-        signals: One tensor `[T, 3, HV]` per GDN layer of the window, any float dtype; slot 0 is the first, maybe padded.
+        signals: One tensor `[T, 3, HV]` per GDN layer of the window, any float dtype, left pads included.
         start: First token, padding not counted.
         stop: One past the last token.
         pads: Left-padding slots of the row.

@@ -96,8 +96,8 @@ class GateSightAttentionLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         raise NotImplementedError(
-            "A GateSightCache cannot be cropped: GDN states cannot be rolled back. Fork the cache before the tokens that "
-            "may have to go, and drop the fork."
+            "A GateSightCache cannot be cropped: GDN states cannot be rolled back. Fork the cache before the tokens "
+            "that may have to go, and drop the fork."
         )
 
     def offload(self) -> None:
@@ -177,8 +177,8 @@ class GateSightAttentionLayer(CacheLayerMixin):
             dtype: Of the model, for additive masks.
 
         Returns:
-            `[B or 1, 1, query_length, N + t]`: bool for sdpa, additive for eager; None where every query sees every entry
-            (or where the implementation aligns causal masks to the last key by itself).
+            `[B or 1, 1, query_length, N + t]`: bool for sdpa, additive for eager; None where every query sees every
+            entry (or where the implementation aligns causal masks to the last key by itself).
 
         Raises:
             ValueError: An implementation for which no such mask is known.
@@ -192,8 +192,8 @@ class GateSightAttentionLayer(CacheLayerMixin):
             return None
         if implementation not in ("sdpa", "eager"):
             raise ValueError(
-                f"A compacted cache works with attention implementations sdpa and eager (and flash without padding), not "
-                f"{implementation!r}; call model.set_attn_implementation('sdpa')."
+                "A compacted cache works with attention implementations sdpa and eager (and flash without padding), "
+                f"not {implementation!r}; call model.set_attn_implementation('sdpa')."
             )
         assert self.kept_keys is not None
         device = self.kept_keys.device
@@ -223,7 +223,7 @@ class GDNStateLayer(LinearAttentionLayer):
         )
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        # Replaced instead of copied into, so that snapshots are free. Static addresses serve compiled static caches only.
+        # Replaced instead of copied into, so that snapshots are free; only compiled static caches need addresses.
         self.recurrent_states[state_idx] = recurrent_states
         self.is_recurrent_states_initialized[state_idx] = True
         return recurrent_states

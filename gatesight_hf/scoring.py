@@ -42,5 +42,5 @@ class Scorer(Protocol):
         ...
 
     def score(self, prefill: Prefill, ordinal: int) -> Tensor:
-        """Scores `[B, H, T]`, float32, of attention ordinal `ordinal`; higher is kept; pads may hold anything but NaN."""
+        """Scores `[B, H, T]`, float32, of the entries of attention ordinal `ordinal`; higher is kept."""
         ...

@@ -36,10 +36,10 @@ def select(scores: Tensor, counts: list[int], lengths: list[int], protected_pref
         head = torch.arange(start, start + protected, device=scores.device).expand(heads, -1)
         rows.append(torch.cat([head, top + (start + protected)], dim=-1))
 
-    kept = max(row.shape[-1] for row in rows)
+    kept = max(slots_kept.shape[-1] for slots_kept in rows)
     indices = scores.new_zeros((batch, heads, kept), dtype=torch.long)
     valid = torch.zeros((batch, kept), dtype=torch.bool, device=scores.device)
-    for r, row in enumerate(rows):
-        indices[r, :, : row.shape[-1]] = row
-        valid[r, : row.shape[-1]] = True
+    for row, slots_kept in enumerate(rows):
+        indices[row, :, : slots_kept.shape[-1]] = slots_kept
+        valid[row, : slots_kept.shape[-1]] = True
     return indices, valid

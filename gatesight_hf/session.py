@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from ._compat import cache_argument
-from .cache import CacheReport, GateSightCache
+from .cache import GateSightCache
+from .report import CacheReport
 from .estimator import Estimator
 from .scoring import Scorer
 

@@ -1,6 +1,6 @@
 """Write the reference model's tokenizer: lower-cased words, punctuation and single digits.
 
-    python eval/reference_model/build_tokenizer.py gatesight_hf/reference/model
+python eval/reference_model/build_tokenizer.py gatesight_hf/reference/model
 """
 
 import sys

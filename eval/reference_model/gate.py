@@ -100,7 +100,11 @@ def main() -> None:
         "passed": all(row["passed"] for row in gated),
         "rows": rows,
         "seed": args.seed,
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()},
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
     }
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -153,7 +153,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--final-lr-fraction", type=float, default=0.05)
     parser.add_argument("--minutes", type=float, default=60.0, help="wall time of this call; a later call goes on")
     parser.add_argument("--total-minutes", type=float, help="wall time of the cosine schedule (default: --minutes)")
-    parser.add_argument("--floor", type=float, default=0.1, help="decay floor in nats a token (0.1: half-life 7 tokens)")
+    parser.add_argument(
+        "--floor", type=float, default=0.1, help="decay floor in nats a token (0.1: half-life 7 tokens)"
+    )
     parser.add_argument("--slow-floor", type=float, default=0.04, help="floor of the last value head of each layer")
     parser.add_argument("--floor-weight", type=float, default=5.0)
     parser.add_argument("--context-weight", type=float, default=0.1, help="loss weight of the context's own words")

@@ -7,6 +7,7 @@ The texts follow RULER's templates (needles in noise, variable tracking; arXiv 2
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from .words import (
     CITIES,
@@ -184,7 +185,7 @@ def variable_tracking(rng: random.Random, length: int, hops: int = 2, chains: in
     for chain, value in enumerate(values):
         members = names[chain * (hops + 1) : (chain + 1) * (hops + 1)]
         facts = [["var", members[0], "=", *value, "."]]
-        facts += [["var", later, "=", "var", earlier, "."] for earlier, later in zip(members, members[1:], strict=False)]
+        facts += [["var", later, "=", "var", earlier, "."] for earlier, later in pairwise(members)]
         per_chain.append(facts)
         answers.append(members)
     merged: list[list[str]] = []

@@ -1,8 +1,6 @@
 """The closed vocabulary of the reference model: every word its documents and questions can hold."""
 
-ADJECTIVES = (
-    "amber brave calm dusty eager frosty gentle hollow ivory jolly keen lucky mellow noble quiet rusty".split()
-)
+ADJECTIVES = "amber brave calm dusty eager frosty gentle hollow ivory jolly keen lucky mellow noble quiet rusty".split()
 THINGS = "river stone falcon lantern meadow harbor violin castle comet orchid anchor saddle".split()
 
 #: Keys of the magic numbers. One token each, so that a key and its first digit fit one convolution window.

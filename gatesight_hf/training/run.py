@@ -86,8 +86,8 @@ def claim_folder(folder: Path, settings: dict[str, Any]) -> None:
     text = json.dumps(settings, indent=2, sort_keys=True)
     if record.exists() and record.read_text() != text:
         raise ValueError(
-            f"{folder} holds data collected with other settings (see {record.name} in it). Give another --data folder, or "
-            "remove this one."
+            f"{folder} holds data collected with other settings (see {record.name} in it). Give another --data "
+            "folder, or remove this one."
         )
     record.write_text(text)
 
@@ -101,7 +101,8 @@ def train_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
     else:
         if not args.documents:
             raise ValueError("--documents is needed for any model but 'reference'.")
-        model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").eval()
+        placement = {"device_map": "auto"} if torch.cuda.is_available() else {}
+        model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype="auto", **placement).eval()
         tokenizer, name = transformers.AutoTokenizer.from_pretrained(args.model), args.model
         texts = read_texts(args.documents)
     spec = HybridSpec.from_config(model.config)
@@ -211,6 +212,7 @@ model.generate(**inputs, past_key_values=cache)
 {rows}
 
 Means over documents, attention layers and KV heads. Trained on {metrics["train_documents"]} other documents, seed
-{metrics["seed"]}, {metrics["sampling"]["continuations"]} sampled continuations of {metrics["sampling"]["tokens"]} tokens each.
+{metrics["seed"]}, with {metrics["sampling"]["continuations"]} sampled continuations of {metrics["sampling"]["tokens"]}
+tokens each.
 Versions: {", ".join(f"{name} {version}" for name, version in metrics["versions"].items())}.
 """

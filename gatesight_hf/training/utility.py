@@ -1,8 +1,8 @@
 """The training target: how much attention outputs change when one KV entry is removed.
 
 For one query with attention weights a and output o = Σ a_i v_i, removing entry i renormalises the rest to
-o' = (o - a_i v_i) / (1 - a_i), so that o' - o = a_i / (1 - a_i) · (o - v_i). The utility of entry i is the largest norm of
-that change, taken over all query heads of the group together, over the queries of sampled continuations; the output
+o' = (o - a_i v_i) / (1 - a_i), so that o' - o = a_i / (1 - a_i) · (o - v_i). The utility of entry i is the largest norm
+of that change, taken over all query heads of the group together, over the queries of sampled continuations; the output
 gate is left out (GateSight paper, section "Training target").
 """
 
@@ -68,8 +68,8 @@ def capture_queries(model: Any, spec: HybridSpec, cache: Any) -> Iterator[list[l
 def entry_utilities(queries: Tensor, keys: Tensor, values: Tensor, context: int, scale: float) -> Tensor:
     """Utilities of the first `context` entries for queries that follow each other at the end of the keys.
 
-    Logits are float32; weights and changes are float64, since 1 - a loses all its digits in float32 where one entry takes
-    nearly all attention.
+    Logits are float32; weights and changes are float64, since 1 - a loses all its digits in float32 where one entry
+    takes nearly all attention.
 
     Args:
         queries: `[Q, heads, D]`, rotated; query t sees all keys up to its own, at `len(keys) - Q + t`.

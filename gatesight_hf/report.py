@@ -1,0 +1,51 @@
+"""What a cache holds and what it cost."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """A cache as it is now. Bytes are those of the tensors' own storages.
+
+    Attributes:
+        logical_length: Tokens seen, padding included.
+        physical_lengths: Per attention layer, entries held per head (of the longest row).
+        kept_per_layer: Per row and attention layer, context entries kept per head; empty before compaction.
+        kept_fraction: Kept share of the evictable entries that was asked for.
+        achieved_fraction: The share that was kept, protected prefix not counted; None before compaction.
+        gate_means: Per row and attention layer, mean of sigmoid(output gate); empty if not needed.
+        kv_bytes_before: Attention cache just before compaction; None before compaction.
+        kv_bytes: Attention cache now. A fork counts the entries it shares with its parent too.
+        gdn_bytes: Convolution and recurrent states now.
+        signal_bytes: Signals held for scoring now; 0 after compaction.
+        seconds: Wall time of `prefill` (recorded forwards), `score` (with budget and selection) and `compact`.
+    """
+
+    logical_length: int
+    physical_lengths: list[int]
+    kept_per_layer: list[list[int]]
+    kept_fraction: float
+    achieved_fraction: float | None
+    gate_means: list[list[float]]
+    kv_bytes_before: int | None
+    kv_bytes: int
+    gdn_bytes: int
+    signal_bytes: int
+    seconds: dict[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of the storages behind some tensors, each storage once."""
+    storages = {}
+    for tensor in tensors:
+        if tensor is not None and tensor.numel():
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
