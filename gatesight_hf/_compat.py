@@ -23,7 +23,8 @@ def cache_of_call(kwargs: Mapping[str, Any]) -> Any:
 
 def cache_argument(model: Any) -> str:
     """The name under which this model's forward takes its cache, without a deprecation warning."""
-    return _cache_argument(type(model))
+    model_class: Any = type(model)
+    return _cache_argument(model_class)
 
 
 @functools.cache

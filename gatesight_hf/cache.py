@@ -66,10 +66,10 @@ class GateSightCache(Cache, SignalSink):
         scorer.check(spec)
         attach(model)
 
-        kinds = {i: GDNStateLayer for i in spec.gdn_layers} | {
-            i: GateSightAttentionLayer for i in spec.attention_layers
-        }
-        super().__init__(layers=[kinds[i]() for i in sorted(kinds)])
+        count = len(spec.gdn_layers) + len(spec.attention_layers)
+        super().__init__(
+            layers=[GDNStateLayer() if i in spec.gdn_layers else GateSightAttentionLayer() for i in range(count)]
+        )
         self.spec = spec
         self.scorer = scorer
         self.options = options
@@ -384,8 +384,8 @@ class GateSightCache(Cache, SignalSink):
         if mask is not None and mask.shape[1] != ids.shape[1]:
             if mask.shape[1] != seen + ids.shape[1]:
                 raise ValueError(
-                    f"attention_mask covers {mask.shape[1]} tokens, but the cache has seen {seen} and {ids.shape[1]} are "
-                    f"given: pass a mask of {ids.shape[1]} (all tokens given) or {seen + ids.shape[1]}."
+                    f"attention_mask covers {mask.shape[1]} tokens; the cache has seen {seen} and {ids.shape[1]} are given: "
+                    f"pass a mask of {ids.shape[1]} (all tokens given) or {seen + ids.shape[1]}."
                 )
             self._prompt_end = mask.shape[1]
             return arguments

@@ -21,7 +21,7 @@ def run_demo(
 
     Returns:
         A JSON object: `accuracy` by method, `kept_fraction`, `kv_bytes_before`, `kv_bytes_after`, `gdn_bytes`,
-        `seconds` (`prefill`, `score`, `compact`, `share_of_prefill`), `kept_per_layer`, and `questions` with all answers.
+        `seconds` (`prefill`, `score`, `compact`, `share_of_prefill`), `kept_per_layer` and `questions` with answers.
     """
     model, tokenizer = load_model(), load_tokenizer()
     document = documents.needles(random.Random(seed), length, needles, asked=needles)
@@ -78,7 +78,7 @@ def format_demo(result: dict[str, Any]) -> str:
         f"{'answered correctly':66} {'':9} {scores}",
         "",
         f"KV cache     {result['kv_bytes_before']:,} -> {result['kv_bytes_after']:,} bytes "
-        f"(kept fraction {result['kept_fraction']:.3f}; entries per head, by attention layer: {result['kept_per_layer']})",
+        f"(kept fraction {result['kept_fraction']:.3f}; entries per head in each layer: {result['kept_per_layer']})",
         f"GDN states   {result['gdn_bytes']:,} bytes, whatever the length",
         f"Prefill      {seconds['prefill']:.3f} s; scoring {seconds['score']:.4f} s and compaction "
         f"{seconds['compact']:.4f} s, {seconds['share_of_prefill']:.1%} of prefill",

@@ -160,8 +160,8 @@ class Estimator:
         if spec.fingerprint != self.config.fingerprint:
             raise EstimatorMismatchError(
                 f"This estimator was trained for {self.config.base_model!r}: {self.config.model_type}, layout "
-                f"{self.config.fingerprint}. The model is {spec.describe()}. Load the estimator of this model, or train "
-                "one with `gatesight train`."
+                f"{self.config.fingerprint}. The model is {spec.describe()}. Load this model's estimator, or train one "
+                "with `gatesight train`."
             )
 
     def score(self, prefill: Prefill, ordinal: int) -> Tensor:

@@ -7,8 +7,8 @@ import torch
 
 from ._compat import cache_argument
 from .cache import GateSightCache
-from .report import CacheReport
 from .estimator import Estimator
+from .report import CacheReport
 from .scoring import Scorer
 
 
