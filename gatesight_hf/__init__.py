@@ -5,6 +5,7 @@ from .errors import CacheStateError, EstimatorMismatchError, UnsupportedModelErr
 from .estimator import Estimator, EstimatorConfig
 from .report import CacheReport
 from .scoring import Prefill, Scorer
+from .session import Session
 
 __version__ = "0.1.0"
 
@@ -17,5 +18,6 @@ __all__ = [
     "GateSightCache",
     "Prefill",
     "Scorer",
+    "Session",
     "UnsupportedModelError",
 ]

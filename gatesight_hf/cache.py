@@ -384,7 +384,7 @@ class GateSightCache(Cache, SignalSink):
         if mask is not None and mask.shape[1] != ids.shape[1]:
             if mask.shape[1] != seen + ids.shape[1]:
                 raise ValueError(
-                    f"attention_mask covers {mask.shape[1]} tokens; the cache has seen {seen} and {ids.shape[1]} are given: "
+                    f"attention_mask covers {mask.shape[1]} tokens; the cache has seen {seen}, given {ids.shape[1]}: "
                     f"pass a mask of {ids.shape[1]} (all tokens given) or {seen + ids.shape[1]}."
                 )
             self._prompt_end = mask.shape[1]

@@ -37,8 +37,8 @@ def are_new(ids: Tensor, known: Tensor | None, seen: int) -> bool:
             return False
         raise CacheStateError(
             f"The input has {ids.shape[1]} tokens and starts as the {seen} that this cache has seen: a session cannot "
-            "go back to a shorter prefix. Append the question to all text seen so far, pass the question alone, or fork "
-            "the parent again."
+            "go back to a shorter prefix. Append the question to all text seen so far, pass the question alone, or "
+            "fork the parent again."
         )
     common = int(same.int().argmin())
     if common >= max(MEANT_TO_REPEAT, length // 2):

@@ -97,6 +97,7 @@ def gather_moments(config: EstimatorConfig, paths: Sequence[Path]) -> list[Momen
     return moments
 
 
+@torch.enable_grad()
 def fit_mlps(
     config: EstimatorConfig,
     paths: Sequence[Path],

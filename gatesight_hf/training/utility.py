@@ -101,6 +101,10 @@ def entry_utilities(queries: Tensor, keys: Tensor, values: Tensor, context: int,
                 - 2 * outputs @ value[:context].T
                 + outputs.square().sum(-1, keepdim=True)
             ).clamp_min(0)
+            # Where one entry takes nearly all attention, o is nearly its value: only the difference itself has digits.
+            top = weights.argmax(-1, keepdim=True)
+            exact = (value[top.squeeze(-1)] - outputs).square().sum(-1, keepdim=True)
+            distance = torch.where(slot[:context] == top, exact, distance)
             kept = weights[..., :context]
             ratio = kept / (1 - kept).clamp_min(1e-12)
             change = (ratio.square() * distance).sum(1).sqrt()

@@ -1,0 +1,166 @@
+"""`gatesight train` from documents to an estimator folder, with resume and honest baselines."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gatesight_hf import Estimator, GateSightCache
+from gatesight_hf.cli import main
+from gatesight_hf.estimator import EstimatorConfig
+from gatesight_hf.hybrid import HybridSpec
+from gatesight_hf.training import collect as collecting
+from gatesight_hf.training.collect import Sampling, Shard, collect, read_shards
+from gatesight_hf.training.fit import FitOptions, fit, gather_moments, layer_inputs, log_target
+from gatesight_hf.training.run import claim_folder, read_texts, reference_texts, tokenized
+
+pytestmark = pytest.mark.core
+
+SAMPLING = Sampling(continuations=2, tokens=4)
+
+
+def documents(count: int, length: int = 40) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(1, 128, (count, length), generator=generator).tolist()
+
+
+def test_a_killed_collection_goes_on_where_it_stopped(dense: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    made: list[int] = []
+    original = collecting.document_utilities
+
+    def dies_at_the_third(model: Any, ids: Any, sampling: Any, seed: int) -> Any:
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        made.append(seed)
+        return original(model, ids, sampling, seed)
+
+    monkeypatch.setattr(collecting, "document_utilities", dies_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        collect(dense, documents(4), tmp_path / "run", SAMPLING, "documents")
+    monkeypatch.setattr(collecting, "document_utilities", original)
+    stamps = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "run").iterdir()}
+    shards = collect(dense, documents(4), tmp_path / "run", SAMPLING, "documents")
+    assert len(stamps) == 2 and all((tmp_path / "run" / name).stat().st_mtime_ns == at for name, at in stamps.items())
+    again = collect(dense, documents(4), tmp_path / "fresh", SAMPLING, "documents")
+    for one, other in zip(read_shards(shards), read_shards(again), strict=True):
+        assert torch.equal(one.utilities, other.utilities)
+        assert all(torch.equal(a, b) for a, b in zip(one.signals, other.signals, strict=True))
+
+
+def test_shards_hold_the_signals_of_a_plain_prefill_and_normalised_utilities(dense: Any, tmp_path: Path) -> None:
+    (shard,) = read_shards(collect(dense, documents(1), tmp_path, SAMPLING, "documents"))
+    assert shard.utilities.shape == (2, 2, 40)
+    assert torch.allclose(shard.utilities.amax(-1), torch.ones(2, 2)) and (shard.utilities >= 0).all()
+    assert len(shard.signals) == 6 and all(signal.shape == (40, 3, 4) for signal in shard.signals)
+
+
+def planted_shards(folder: Path, config: EstimatorConfig, count: int) -> list[Path]:
+    """Documents whose utility is a known, not linear function of one signal of one head."""
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    paths = []
+    for k in range(count):
+        generator = torch.Generator().manual_seed(k)
+        signals = [torch.rand(200, 3, config.num_value_heads, generator=generator) for _ in range(6)]
+        peak = 1 - (signals[2][:, 0, 1] - 0.5).abs() * 2
+        utilities = (peak.pow(8) + 1e-5).expand(2, config.num_key_value_heads, -1)
+        stored = {f"signals.{i}": s for i, s in enumerate(signals)}
+        save_file({**stored, "utilities": utilities.contiguous()}, folder / f"{k}.safetensors")
+        paths.append(folder / f"{k}.safetensors")
+    return paths
+
+
+def test_the_mlp_finds_what_no_baseline_can(dense: Any, tmp_path: Path) -> None:
+    config = EstimatorConfig.for_model(HybridSpec.from_config(dense.config), "planted", hidden_size=16)
+    train, held_out = planted_shards(tmp_path / "t", config, 12), planted_shards(tmp_path / "e", config, 4)
+    estimator, metrics, singles = fit(config, train, held_out, FitOptions(epochs=40))
+    assert metrics["mlp"]["overlap@10"] > 0.8
+    for baseline in ("ridge", "best single signal", "age only"):
+        assert metrics[baseline]["overlap@10"] < 0.5 < metrics["mlp"]["spearman"]
+    assert estimator.num_parameters == sum(
+        2 * (config.input_size(j) * 16 + 16 + 16 + 1) for j in range(len(config.gdn_windows))
+    )
+    assert len(singles) == 2 and all(len(layer) == 2 for layer in singles)
+
+
+def test_streamed_ridge_equals_least_squares(dense: Any, tmp_path: Path) -> None:
+    config = EstimatorConfig.for_model(HybridSpec.from_config(dense.config), "planted")
+    paths = planted_shards(tmp_path / "t", config, 5)
+    weights, bias = gather_moments(config, paths)[1].ridge(strength=1e-9)
+    shards = list(read_shards(paths))
+    inputs = torch.cat([layer_inputs(config, shard, 1) for shard in shards]).double()
+    targets = torch.cat([log_target(shard.utilities[1]).T for shard in shards]).double()
+    design = torch.cat([inputs, torch.ones(len(inputs), 1, dtype=torch.float64)], dim=1)
+    expected = design @ torch.linalg.lstsq(design, targets).solution
+    assert torch.allclose(inputs @ weights + bias, expected, atol=1e-4)
+
+
+def test_documents_are_read_cut_and_not_repeated(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one two three four")
+    (tmp_path / "b.jsonl").write_text('{"text": "one two three four"}\n{"text": "five six seven"}\n{"text": "x"}\n')
+
+    def tokenizer(text: str) -> argparse.Namespace:
+        return argparse.Namespace(input_ids=[len(word) * 7 + ord(word[0]) for word in text.split()])
+
+    assert [len(ids) for ids in tokenized(read_texts([tmp_path]), tokenizer, 5)] == [4, 3]
+    assert [len(ids) for ids in tokenized(read_texts([tmp_path]), tokenizer, 3)] == [3, 3, 1]
+    (tmp_path / "c.pdf").write_text("")
+    with pytest.raises(ValueError, match=r"\.txt or \.jsonl"):
+        list(read_texts([tmp_path / "c.pdf"]))
+    (tmp_path / "d.jsonl").write_text('{"body": 1}\n')
+    with pytest.raises(ValueError, match="line 1"):
+        list(read_texts([tmp_path / "d.jsonl"]))
+
+
+def test_data_of_other_settings_is_not_mixed_in(tmp_path: Path) -> None:
+    claim_folder(tmp_path, {"seed": 1})
+    claim_folder(tmp_path, {"seed": 1})
+    with pytest.raises(ValueError, match="other settings"):
+        claim_folder(tmp_path, {"seed": 2})
+
+
+def test_train_command_writes_a_folder_that_loads(
+    dense: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    from gatesight_hf import reference
+    from gatesight_hf.training import run
+
+    monkeypatch.setattr(run, "load_model", lambda: dense)
+    monkeypatch.setattr(run, "load_tokenizer", lambda: SmallVocabulary(reference.load_tokenizer()))
+    arguments = ["train", "--model", "reference", "--out", str(tmp_path / "estimator"), "--length", "48"]
+    arguments += ["--train-documents", "3", "--eval-documents", "2", "--continuations", "2", "--epochs", "2", "--json"]
+    assert main(arguments) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((tmp_path / "estimator" / "metrics.json").read_text())
+    assert set(printed["held_out"]) == {"mlp", "ridge", "best single signal", "age only"}
+    estimator = Estimator.from_pretrained(tmp_path / "estimator")
+    assert estimator.config.fingerprint == HybridSpec.from_config(dense.config).fingerprint
+    cache = GateSightCache.from_pretrained(tmp_path / "estimator", model=dense, kept_fraction=0.5)
+    dense.generate(torch.tensor([[1, 2, 3, 4, 5, 6]]), past_key_values=cache, max_new_tokens=2)
+    assert cache.report().kept_per_layer and "overlap@10" in (tmp_path / "estimator" / "README.md").read_text()
+
+
+class SmallVocabulary:
+    """The reference tokenizer folded into the 128 ids of the tiny model."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def __call__(self, text: str, **options: Any) -> argparse.Namespace:
+        ids = self.tokenizer(text, **options).input_ids
+        return argparse.Namespace(input_ids=[1 + i % 127 for i in ids])
+
+
+def test_training_and_evaluation_documents_are_disjoint() -> None:
+    texts = reference_texts(60, seed=0)
+    seen = [next(texts) for _ in range(200)]
+    assert len(set(seen)) == 200
+    assert next(reference_texts(60, seed=0)) == seen[0] != next(reference_texts(60, seed=1))
+
+
+def test_shard_length() -> None:
+    assert Shard([], torch.zeros(2, 3, 17)).length == 17
