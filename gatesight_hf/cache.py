@@ -1,6 +1,7 @@
 """GateSightCache: the life of one context. Prefill, compaction, forks, serving."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from .budget import check_allocation, check_kept_fraction
 from .compaction import CompactionOptions, Plan, plan_compaction
 from .errors import CacheStateError
 from .estimator import Estimator
@@ -56,12 +56,7 @@ class GateSightCache(Cache, SignalSink):
                 f"scorer must be an Estimator or another scorer, got {type(scorer).__name__}; to load one by name use "
                 "GateSightCache.from_pretrained(name, model=model)."
             )
-        if isinstance(protected_prefix, bool) or not isinstance(protected_prefix, int) or protected_prefix < 0:
-            raise ValueError(f"protected_prefix is a number of tokens >= 0, got {protected_prefix!r}.")
-        if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
-            raise ValueError(f"block_size is a number of entries >= 1, got {block_size!r}.")
-        check_allocation(allocation)
-        options = CompactionOptions(check_kept_fraction(kept_fraction), protected_prefix, allocation, block_size)
+        options = CompactionOptions(kept_fraction, protected_prefix, allocation, block_size)
         spec = HybridSpec.from_config(model.config)
         scorer.check(spec)
         attach(model)
@@ -192,15 +187,31 @@ class GateSightCache(Cache, SignalSink):
 
     # -- forks ---------------------------------------------------------------------------------------------------------
 
-    def fork(self) -> "GateSightCache":
+    def fork(self, *, scorer: Scorer | None = None, **options: Any) -> "GateSightCache":
         """A child session: shares this cache's entries, owns its GDN states and everything appended later.
 
         The parent is never changed by a child. An uncompacted cache can be forked too; each fork is then compacted on
-        its own.
+        its own, if need be with another scorer or other options, so that one prefill serves many comparisons.
+
+        Args:
+            scorer: In place of the parent's; only for an uncompacted parent. One that needs signals needs a parent
+                whose scorer did so too.
+            options: `kept_fraction`, `protected_prefix`, `allocation`, `block_size`, likewise.
+
+        Raises:
+            CacheStateError: Another scorer or other options for a compacted parent, or signals that were not recorded.
         """
         self._recover()
+        if self._recording is None and (scorer is not None or options):
+            raise CacheStateError("A compacted cache cannot be compacted otherwise: fork it without options.")
+        if scorer is not None:
+            scorer.check(self.spec)
+            if scorer.needs_signals and not self.scorer.needs_signals and self.get_seq_length():
+                raise CacheStateError(f"{scorer} needs signals, but {self.scorer} did not have them recorded.")
         child = object.__new__(type(self))
         vars(child).update(vars(self))
+        child.scorer = scorer or self.scorer
+        child.options = replace(self.options, **options)
         child.layers = [layer.fork() for layer in self._all_layers]
         child._recording = None if self._recording is None else self._recording.copy()
         child._seconds = dict(self._seconds)

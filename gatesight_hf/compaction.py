@@ -7,19 +7,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .budget import allocate
+from .budget import allocate, check_allocation, check_kept_fraction
 from .scoring import Prefill, Scorer
 from .selection import select
 
 
 @dataclass(frozen=True)
 class CompactionOptions:
-    """See `GateSightCache` for the meaning of each."""
+    """How much of a context stays. `GateSightCache` says what each option means.
+
+    Raises:
+        ValueError: Kept fraction outside (0, 1], negative prefix, unknown allocation, block size below 1.
+    """
 
     kept_fraction: float
-    protected_prefix: int
-    allocation: str
-    block_size: int
+    protected_prefix: int = 0
+    allocation: str = "gate"
+    block_size: int = 1
+
+    def __post_init__(self) -> None:
+        check_kept_fraction(self.kept_fraction)
+        check_allocation(self.allocation)
+        for name, least in (("protected_prefix", 0), ("block_size", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is a whole number >= {least}, got {value!r}.")
 
 
 @dataclass(frozen=True)

@@ -76,11 +76,11 @@ def planted_shards(folder: Path, config: EstimatorConfig, count: int) -> list[Pa
 
 def test_the_mlp_finds_what_no_baseline_can(dense: Any, tmp_path: Path) -> None:
     config = EstimatorConfig.for_model(HybridSpec.from_config(dense.config), "planted", hidden_size=16)
-    train, held_out = planted_shards(tmp_path / "t", config, 12), planted_shards(tmp_path / "e", config, 4)
+    train, held_out = planted_shards(tmp_path / "t", config, 24), planted_shards(tmp_path / "e", config, 4)
     estimator, metrics, singles = fit(config, train, held_out, FitOptions(epochs=40))
-    assert metrics["mlp"]["overlap@10"] > 0.8
+    assert metrics["mlp"]["overlap@10"] > 0.5 and metrics["mlp"]["spearman"] > 0.9
     for baseline in ("ridge", "best single signal", "age only"):
-        assert metrics[baseline]["overlap@10"] < 0.5 < metrics["mlp"]["spearman"]
+        assert metrics[baseline]["overlap@10"] < 0.3
     assert estimator.num_parameters == sum(
         2 * (config.input_size(j) * 16 + 16 + 16 + 1) for j in range(len(config.gdn_windows))
     )

@@ -28,8 +28,10 @@ from gatesight_hf.reference import documents, words
 #: Context lengths of the curriculum, the number of needles in each, and whether they are in the short form.
 LEVELS = [(24, 3, True), (48, 5, True), (96, 8, True), (192, 10, False), (384, 16, False), (768, 24, False),
           (1024, 24, False), (2048, 24, False)]  # fmt: skip
-#: Level from which tasks other than needles are mixed in.
+#: Level from which tasks other than needles are mixed in, and how often those are drawn from each level: they have to
+#: be learned at short lengths first, as needles were.
 MIXED_FROM = 3
+MIXED_LEVELS = (0, 4, 4, 4, 3, 2, 1, 1)
 #: Copying is the hardest to learn and stands twice.
 MIXED_TASKS = ("multi_value", "multi_query", "vt", "lookup", "copy", "copy")
 
@@ -109,15 +111,15 @@ class DecayFloor:
 def sample_document(rng: random.Random, level: int, task: str) -> documents.Document:
     length, most, short = LEVELS[level]
     if task == "multi_value":
-        return documents.multi_value(rng, length, values=rng.randint(2, 4), distractors=rng.randint(0, 4))
+        return documents.multi_value(rng, length, values=rng.randint(2, 4), distractors=rng.randint(0, length // 64))
     if task == "multi_query":
-        return documents.multi_query(rng, length, count=rng.randint(2, 6), asked=rng.randint(2, 4))
+        return documents.multi_query(rng, length, count=rng.randint(2, 4 + length // 128), asked=rng.randint(2, 4))
     if task == "vt":
-        return documents.variable_tracking(rng, length, hops=rng.randint(1, 3), chains=2)
+        return documents.variable_tracking(rng, length, hops=rng.randint(1, 1 + min(2, length // 64)), chains=2)
     if task == "lookup":
-        return documents.lookup(rng, length, count=min(24, length // 16), asked=24)
+        return documents.lookup(rng, length, count=min(24, max(2, length // 10)), asked=24)
     if task == "copy":
-        return documents.copy_context(rng, length, span=min(64, length // 4), start=None if rng.random() < 0.7 else 0)
+        return documents.copy_context(rng, length, span=min(64, length // 3), start=None if rng.random() < 0.7 else 0)
     # Mostly as many records as fit: dense supervision, and more than the GDN states can hold.
     count = most if rng.random() < 0.7 else rng.randint(1, most)
     repeated = level >= MIXED_FROM and rng.random() < 0.15
@@ -223,8 +225,9 @@ def main() -> None:
             current = state["level"]
             level = current if current == 0 or rng.random() > args.easier else rng.randrange(current)
             task = "needles"
-            if level >= MIXED_FROM and rng.random() < args.mix:
+            if current >= MIXED_FROM and rng.random() < args.mix:
                 task = rng.choice(MIXED_TASKS)
+                level = rng.choices(range(current + 1), MIXED_LEVELS[: current + 1])[0]
             ids, targets, is_answer, is_question = sample_batch(rng, level, task, index, args.tokens_per_step)
             logits = model(input_ids=ids, use_cache=False).logits
             losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
