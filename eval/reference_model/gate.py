@@ -1,6 +1,6 @@
 """Does the reference model retrieve, and from its KV cache? Exact match with the full cache and with it emptied.
 
-    python eval/reference_model/gate.py --model gatesight_hf/reference/model --out eval/results/reference_model.json
+    python eval/reference_model/gate.py --out eval/results/reference_gate
 
 Gate: full cache >= 95 % on single needles and >= 90 % on 4-key needles at each length; with the context's attention
 cache emptied and the GDN states kept, at most 35 % of that. Also measured: the other tasks, and bfloat16.
@@ -18,73 +18,126 @@ import transformers
 from tqdm import tqdm
 
 from gatesight_hf import GateSightCache
+from gatesight_hf._compat import cache_argument
 from gatesight_hf.methods import RandomScorer
-from gatesight_hf.reference import documents, load_model, load_tokenizer
+from gatesight_hf.reference import MODEL_PATH, documents, load_model, load_tokenizer
 
 GATES = {"niah_single_1": 0.95, "niah_single_2": 0.95, "niah_multikey": 0.90}
 EMPTIED_SHARE = 0.35
+ROWS_PER_BATCH = 10
 
 
-def exact_matches(model: Any, tokenizer: Any, items: list[documents.Document], emptied: bool) -> list[bool]:
-    """One question per document, batched over documents of one length and questions of any length."""
-    context = tokenizer([item.text for item in items], return_tensors="pt", padding=True)
-    cache = GateSightCache(RandomScorer(), model, kept_fraction=1.0)
-    inputs = {"input_ids": context.input_ids, "attention_mask": context.attention_mask}
+def empty_attention_cache(cache: GateSightCache) -> None:
+    """Drop every KV entry of the context; GDN states and the logical length stay."""
+    for layer in cache.attention_layers:
+        assert layer.kept_keys is not None and layer.kept_values is not None and layer.kept_positions is not None
+        layer.evicted += layer.kept_length
+        layer.kept_keys, layer.kept_values = layer.kept_keys[:, :, :0], layer.kept_values[:, :, :0]
+        layer.kept_positions = layer.kept_positions[:, :, :0]
+
+
+def exact_matches(model: Any, tokenizer: Any, items: list[documents.Document]) -> tuple[int, int]:
+    """Documents answered right with the full cache, and with it emptied; all of one length, one question each."""
+    context = tokenizer([item.text for item in items], return_tensors="pt").input_ids
+    full = GateSightCache(RandomScorer(), model, kept_fraction=1.0)
     with torch.no_grad():
-        model(**inputs, past_key_values=cache, logits_to_keep=1)
-    cache.compact()
-    if emptied:
-        for layer in cache.attention_layers:
-            rows, heads = layer.kept_keys.shape[:2]
-            layer.tail_keys, layer.tail_values = layer.kept_keys, layer.kept_values
-            layer.kept_keys = layer.kept_values = None
-            layer.evicted = 0
-            layer.compact(torch.zeros(rows, heads, 0, dtype=torch.long), torch.ones(rows, 0, dtype=torch.bool))
+        model(context, **{cache_argument(model): full}, logits_to_keep=1)
+    full.compact()
+    emptied = full.fork()
+    empty_attention_cache(emptied)
+
     question = tokenizer([item.questions[0].text for item in items], return_tensors="pt", padding=True)
+    mask = torch.cat([torch.ones_like(context), question.attention_mask], dim=1)
     longest = max(len(item.questions[0].answer) for item in items)
-    output = model.generate(
-        question.input_ids,
-        attention_mask=torch.cat([context.attention_mask, question.attention_mask], dim=1),
-        past_key_values=cache,
-        max_new_tokens=longest + 1,
-        do_sample=False,
-    )
-    answers = tokenizer.batch_decode(output[:, question.input_ids.shape[1] :])
-    ended = [answer.split(tokenizer.eos_token)[0].split() for answer in answers]
-    return [words == item.questions[0].answer for words, item in zip(ended, items, strict=True)]
+    right = []
+    for cache in (full, emptied):
+        output = model.generate(
+            question.input_ids,
+            attention_mask=mask,
+            max_new_tokens=longest + 1,
+            do_sample=False,
+            **{cache_argument(model): cache},
+        )
+        answers = tokenizer.batch_decode(output[:, question.input_ids.shape[1] :])
+        ended = [answer.split(tokenizer.eos_token)[0].split() for answer in answers]
+        right.append(sum(words == item.questions[0].answer for words, item in zip(ended, items, strict=True)))
+    return right[0], right[1]
 
 
-def accuracy(
-    model: Any, tokenizer: Any, task: str, length: int, count: int, seed: int, emptied: bool = False, batch: int = 10
-) -> float:
+def accuracies(model: Any, tokenizer: Any, task: str, length: int, count: int, seed: int) -> tuple[float, float]:
+    """Exact match with the full cache, and with the context's attention cache emptied."""
     rng = random.Random(f"gate-{task}-{length}-{seed}")
     items = [documents.TASKS[task](rng, length) for _ in range(count)]
-    right: list[bool] = []
-    for start in range(0, count, batch):
-        right += exact_matches(model, tokenizer, items[start : start + batch], emptied)
-    return sum(right) / count
+    right = [
+        exact_matches(model, tokenizer, items[start : start + ROWS_PER_BATCH])
+        for start in range(0, count, ROWS_PER_BATCH)
+    ]
+    return sum(full for full, _ in right) / count, sum(emptied for _, emptied in right) / count
 
 
-def main() -> None:
+def table(result: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    lines = [
+        "| task | tokens | full cache | full cache, bfloat16 | attention cache emptied | gate |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        gate = "" if "gate" not in row else f"≥ {row['gate']:.2f}: {'passed' if row['passed'] else 'failed'}"
+        lines.append(
+            f"| {row['task']} | {row['length']} | {row['full']:.3f} | {row['full_bfloat16']:.3f} | {row['emptied']:.3f} "
+            f"| {gate} |"
+        )
+    return "\n".join(lines)
+
+
+def card(result: dict[str, Any], parameters: int) -> str:
+    """The model's card, from the result alone."""
+    return f"""---
+library_name: transformers
+license: apache-2.0
+pipeline_tag: text-generation
+tags:
+- gated-deltanet
+- synthetic
+---
+
+# GateSight reference model
+
+A `Qwen3_5ForCausalLM` of {parameters:,} parameters with a closed vocabulary, trained from scratch on generated
+documents with planted facts (`eval/reference_model/train.py`). It is the smallest hybrid on which KV eviction can be
+measured honestly: its attention layers are needed for recall, since every GDN head was trained to forget within some
+tens of tokens. It knows nothing else and is of no other use.
+
+Exact match, one question per document, {result["rows"][0]["items"]} documents per cell, seed {result["seed"]}:
+
+{table(result)}
+
+"Attention cache emptied": the context's KV entries are all dropped and its GDN states kept. A task without a gate is
+reported as it is; where the full cache does not solve it, it measures nothing.
+Versions: {", ".join(f"{name} {version}" for name, version in result["versions"].items())}.
+"""
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer, if not the model's")
-    parser.add_argument("--out", type=Path, help="JSON file of the result")
+    parser.add_argument("--model", type=Path, default=MODEL_PATH)
+    parser.add_argument("--tokenizer", type=Path, default=MODEL_PATH)
+    parser.add_argument("--out", type=Path, help="path of the result, without suffix: OUT.json and OUT.md")
+    parser.add_argument("--card", type=Path, help="model card to write")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048])
     parser.add_argument("--tasks", nargs="+", default=list(documents.TASKS), choices=list(documents.TASKS))
-    parser.add_argument("--items", type=int, default=200)
+    parser.add_argument("--items", type=int, default=100)
     parser.add_argument("--seed", type=int, default=7)
     args = parser.parse_args()
 
-    tokenizer = load_tokenizer(args.tokenizer or args.model)
+    tokenizer = load_tokenizer(args.tokenizer)
     models = {"float32": load_model(args.model), "bfloat16": load_model(args.model, torch.bfloat16)}
     rows: list[dict[str, Any]] = []
     cells = [(task, length) for task in args.tasks for length in args.lengths]
     for task, length in tqdm(cells, desc="gate", unit="cell"):
         row: dict[str, Any] = {"task": task, "length": length, "items": args.items}
-        row["full"] = accuracy(models["float32"], tokenizer, task, length, args.items, args.seed)
-        row["emptied"] = accuracy(models["float32"], tokenizer, task, length, args.items, args.seed, emptied=True)
-        row["full_bfloat16"] = accuracy(models["bfloat16"], tokenizer, task, length, args.items, args.seed)
+        row["full"], row["emptied"] = accuracies(models["float32"], tokenizer, task, length, args.items, args.seed)
+        row["full_bfloat16"], _ = accuracies(models["bfloat16"], tokenizer, task, length, args.items, args.seed)
         if task in GATES:
             row["gate"] = GATES[task]
             row["passed"] = row["full"] >= GATES[task] and row["emptied"] <= EMPTIED_SHARE * row["full"]
@@ -108,9 +161,13 @@ def main() -> None:
     }
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
+        args.out.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
+        args.out.with_suffix(".md").write_text(table(result) + "\n")
+    if args.card:
+        args.card.write_text(card(result, models["float32"].num_parameters()))
     print("gate passed" if result["passed"] else "gate FAILED")
+    return 0 if result["passed"] else 1
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -32,8 +32,8 @@ LEVELS = [(24, 3, True), (48, 5, True), (96, 8, True), (192, 10, False), (384, 1
 #: be learned at short lengths first, as needles were.
 MIXED_FROM = 3
 MIXED_LEVELS = (0, 4, 4, 4, 3, 2, 1, 1)
-#: Copying is the hardest to learn and stands twice.
-MIXED_TASKS = ("multi_value", "multi_query", "vt", "lookup", "copy", "copy")
+#: In proportion to how hard they are to learn.
+MIXED_TASKS = ("multi_value", "multi_query", "vt", *3 * ("lookup",), *3 * ("copy",))
 
 
 def build_config(vocab_size: int, hidden_size: int) -> Qwen3_5TextConfig:
