@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from ._compat import default_mask, without_restarting_chunks
 from .compaction import CompactionOptions, Plan, plan_compaction
 from .errors import CacheStateError
 from .estimator import Estimator
 from .hybrid import HybridSpec
-from .inputs import are_new, whole_padding
+from .inputs import are_new, positions_of, whole_padding
 from .layers import GateSightAttentionLayer, GDNStateLayer
 from .recording import Recording
 from .report import CacheReport, storage_bytes
@@ -57,6 +58,8 @@ class GateSightCache(Cache, SignalSink):
                 "GateSightCache.from_pretrained(name, model=model)."
             )
         options = CompactionOptions(kept_fraction, protected_prefix, allocation, block_size)
+        if not hasattr(model, "config") or not hasattr(model, "forward"):
+            raise TypeError(f"model must be the hybrid model itself, got {type(model).__name__}.")
         spec = HybridSpec.from_config(model.config)
         scorer.check(spec)
         attach(model)
@@ -74,9 +77,12 @@ class GateSightCache(Cache, SignalSink):
         #: What is gathered of the context; None once it is compacted.
         self._recording: Recording | None = Recording(self.spec)
         self._plan: Plan | None = None
-        self._context_ids: Tensor | None = None
+        #: Ids of all tokens seen `[B, tokens]`; None once embeddings were given.
+        self._ids: Tensor | None = torch.empty((1, 0), dtype=torch.long)
         #: `[B, tokens seen]`, False at pads; None while no pad was seen.
         self._padding: Tensor | None = None
+        #: Its columns of the forward under way, if there are pads among them.
+        self._late_pads: Tensor | None = None
         #: Logical length at which a running `generate` has prefilled its prompt.
         self._prompt_end: int | None = None
         #: State before the forward under way.
@@ -137,7 +143,8 @@ class GateSightCache(Cache, SignalSink):
         """Score the context, decide the budgets, keep the best entries and free the rest.
 
         Nothing changes if scoring or selection fails. Layers are then compacted one after another, each at once or not
-        at all; if one fails, the cache stays usable and a second call goes on with the rest.
+        at all; if one fails, the cache stays usable, and a second call goes on with the rest. Tokens that came in
+        between stay too.
 
         Raises:
             CacheStateError: Nothing was prefilled, or the cache is compacted already.
@@ -158,11 +165,10 @@ class GateSightCache(Cache, SignalSink):
                 if layer.kept_keys is not None:
                     continue
                 if chosen.indices is None:
-                    layer.keep_all(chosen.valid)
+                    layer.keep_all(chosen.valid, self._plan.context)
                 else:
-                    layer.compact(chosen.indices, chosen.valid)
+                    layer.compact(chosen.indices, chosen.valid, self._plan.context)
         self._seconds["compact"] = self._clock() - begun
-        self._context_ids = self._recording.ids
         self._recording = None
         self._plan = self._plan.carried_out()
         return self.report()
@@ -286,11 +292,17 @@ class GateSightCache(Cache, SignalSink):
             return tensor[rows.to(tensor.device)]
 
         self._padding = None if self._padding is None else chosen(self._padding)
-        self._context_ids = None if self._context_ids is None else chosen(self._context_ids)
+        self._ids = None if self._ids is None else chosen(self._ids)
         if self._plan is not None:
             self._plan = self._plan.map_rows(lambda table: [table[i] for i in rows.tolist()] if table else [])
         if self._recording is not None:
             self._recording.map_rows(chosen)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise NotImplementedError(
+            "A GateSightCache cannot be cropped: GDN states cannot be rolled back. Fork the cache before the tokens "
+            "that may have to go, and drop the fork."
+        )
 
     def activate_past_recording(self) -> None:
         self.gdn_layers[0].activate_past_recording()
@@ -298,10 +310,15 @@ class GateSightCache(Cache, SignalSink):
     # -- what the hooks call (SignalSink) ------------------------------------------------------------------------------
 
     def wants_signals(self) -> bool:
-        return self._recording is not None and self.scorer.needs_signals
+        return self._in_context and self.scorer.needs_signals
 
     def wants_gates(self) -> bool:
-        return self._recording is not None and self.options.allocation == "gate"
+        return self._in_context and self.options.allocation == "gate"
+
+    @property
+    def _in_context(self) -> bool:
+        """Whether coming tokens belong to the context: until a compaction is decided, though it may not be done yet."""
+        return self._recording is not None and self._plan is None
 
     def begin_forward(self, model_inputs: dict[str, Any]) -> dict[str, Any]:
         self._recover()
@@ -315,17 +332,30 @@ class GateSightCache(Cache, SignalSink):
                 f"No new tokens: the cache has seen {self.get_seq_length()} tokens, and all of the input is among "
                 "them. Append the question to the context."
             )
-        self._match_batch(rows)
-        mask, recording = model_inputs.get("attention_mask"), self._recording
-        padding = whole_padding(mask, self._padding, rows, self.get_seq_length(), length, recording is not None)
+        repeats = self._repeats_for(rows)
+        past = None if self._padding is None else self._padding.repeat_interleave(repeats, dim=0)
+        padding = whole_padding(model_inputs.get("attention_mask"), past, rows, self.get_seq_length(), length)
 
-        saved = None if recording is None else recording.copy()
-        self._before = ([layer.snapshot() for layer in self._all_layers], saved, self._padding)
+        recording = None if self._recording is None else self._recording.copy()
+        states = [layer.snapshot() for layer in self._all_layers]
+        self._before = (states, recording, self._plan, self._padding, self._ids)
+        if repeats > 1:
+            self.batch_repeat_interleave(repeats)
         self._padding = padding
-        if recording is not None:
-            recording.add_ids(ids)
-            self._begun = self._clock()
-        return {**model_inputs, "attention_mask": mask if padding is None else padding.long()}
+        if ids is None or self._ids is None:
+            self._ids = None
+        else:
+            self._ids = torch.cat([self._ids.to(ids.device).expand(rows, -1), ids], dim=1)
+        self._begun = self._clock() if self._in_context else 0.0
+        self._late_pads = None
+        if padding is None:
+            return model_inputs
+        if not bool(padding[:, -length:].all()):
+            self._late_pads = padding[:, -length:].long()
+        model_inputs = {**model_inputs, "attention_mask": padding.long()}
+        if model_inputs.get("position_ids") is None:
+            model_inputs["position_ids"] = positions_of(padding, length)
+        return model_inputs
 
     def end_forward(self, completed: bool) -> None:
         if not completed:
@@ -333,25 +363,27 @@ class GateSightCache(Cache, SignalSink):
             return
         self._before = None
         if self._recording is not None:
-            self._seconds["prefill"] += self._clock() - self._begun
+            if self._in_context:
+                self._seconds["prefill"] += self._clock() - self._begun
             if self._prompt_end is not None and self.get_seq_length() >= self._prompt_end:
                 self.compact()
 
     def _recover(self) -> None:
         """Undo a forward that did not end (an error, or an interrupt that no hook sees)."""
         if self._before is not None:
-            snapshots, self._recording, self._padding = self._before
-            for layer, snapshot in zip(self._all_layers, snapshots, strict=True):
-                layer.restore(snapshot)
+            states, self._recording, self._plan, self._padding, self._ids = self._before
+            for layer, state in zip(self._all_layers, states, strict=True):
+                layer.restore(state)
             self._before = None
 
-    def _match_batch(self, rows: int) -> None:
+    def _repeats_for(self, rows: int) -> int:
+        """How often each held row is repeated for `rows` rows of input: beams, several sequences or questions."""
         held = self.batch_size
-        if held in (-1, rows):
-            return
+        if held == -1:
+            return 1
         if rows % held:
             raise ValueError(f"The cache holds {held} rows and the input has {rows}: not a multiple.")
-        self.batch_repeat_interleave(rows // held)
+        return rows // held
 
     def convolution_context(self, gdn: int) -> Tensor | None:
         layer = self.gdn_layers[gdn]
@@ -368,11 +400,14 @@ class GateSightCache(Cache, SignalSink):
             self._recording.add_gate(ordinal, gate, padding)
 
     def mask_for(self, ordinal: int, mask: Any, query: Tensor, implementation: str) -> Any:
-        layer = self.attention_layers[ordinal]
-        if layer.kept_keys is None:
-            # Layers have one length before compaction, so that the mask all layers share is right.
+        if all(layer.kept_keys is None for layer in self.attention_layers):
+            # Layers have one length before compaction, so that the mask they share is right.
             return mask
+        layer = self.attention_layers[ordinal]
         return layer.attention_mask(query.shape[1], self._padding, implementation, query.dtype)
+
+    def gdn_mask_for(self, mask: Any) -> Any:
+        return mask if self._late_pads is None else self._late_pads
 
     def begin_generate(self, model: Any, inputs: Tensor | None, arguments: dict[str, Any]) -> dict[str, Any]:
         self._recover()
@@ -392,6 +427,7 @@ class GateSightCache(Cache, SignalSink):
         self._prompt_end = ids.shape[1]
         if seen == 0:
             return arguments
+        arguments = without_restarting_chunks(model, arguments)
         if mask is not None and mask.shape[1] != ids.shape[1]:
             if mask.shape[1] != seen + ids.shape[1]:
                 raise ValueError(
@@ -400,16 +436,14 @@ class GateSightCache(Cache, SignalSink):
                 )
             self._prompt_end = mask.shape[1]
             return arguments
-        known = self._context_ids if self._recording is None else self._recording.ids
-        if not are_new(ids, known, seen):
+        if not are_new(ids, self._ids, seen):
             return arguments
         # `generate` takes the ids for new ones only if its mask covers everything seen as well.
         self._prompt_end = seen + ids.shape[1]
-        pad = model.generation_config.pad_token_id
-        late = mask if mask is not None else torch.ones_like(ids) if pad is None else ids.ne(pad).long()
+        late = mask if mask is not None else default_mask(model, ids, arguments)
         early = torch.ones((len(ids), seen), dtype=late.dtype, device=late.device)
         if self._padding is not None:
-            early = self._padding.to(late).repeat_interleave(len(ids) // self.batch_size, dim=0)
+            early = self._padding.to(late).repeat_interleave(self._repeats_for(len(ids)), dim=0)
         return {**arguments, "attention_mask": torch.cat([early, late], dim=1)}
 
     def end_generate(self) -> None:

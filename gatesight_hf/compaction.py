@@ -51,6 +51,7 @@ class Plan:
 
     Attributes:
         layers: By attention ordinal; dropped once carried out.
+        context: Slots of the context.
         kept: Per row and attention layer, entries kept per head, protected prefix included.
         achieved_fraction: Kept share of the evictable entries.
         gate_means: Per row and attention layer.
@@ -58,6 +59,7 @@ class Plan:
     """
 
     layers: list[LayerPlan]
+    context: int
     kept: list[list[int]]
     achieved_fraction: float
     gate_means: list[list[float]]
@@ -88,9 +90,11 @@ def plan_compaction(
         kv_bytes_before: For the report.
 
     Raises:
-        ValueError: The scorer gave NaN or a wrong shape, or gate means are missing.
+        ValueError: The scorer gave NaN or a wrong shape, gate means are missing, or a row is all padding.
     """
     lengths, count = prefill.lengths, prefill.spec.num_attention_layers
+    if min(lengths) == 0:
+        raise ValueError(f"Row {lengths.index(0)} of the context has no tokens, only padding.")
     protected = [min(options.protected_prefix, length) for length in lengths]
     counts = [
         allocate(
@@ -120,6 +124,7 @@ def plan_compaction(
     evictable = count * sum(n - p for n, p in zip(lengths, protected, strict=True))
     return Plan(
         layers=layers,
+        context=prefill.keys[0].shape[2],
         kept=[[k + protected[row] for k in counts[row]] for row in range(len(lengths))],
         achieved_fraction=sum(map(sum, counts)) / evictable if evictable else 1.0,
         gate_means=gate_means,

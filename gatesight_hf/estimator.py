@@ -86,15 +86,23 @@ class EstimatorConfig:
                 f"Estimator {CONFIG_NAME}: missing keys {sorted(names - set(data))}, unknown keys "
                 f"{sorted(set(data) - names)}."
             )
+        for name in ("base_model", "model_type", "fingerprint"):
+            if not isinstance(data[name], str):
+                raise ValueError(f"Estimator {CONFIG_NAME}: {name} must be text, got {data[name]!r}.")
+        for name in ("signals", "ages", "gdn_windows"):
+            if not isinstance(data[name], (list, tuple)):
+                raise ValueError(f"Estimator {CONFIG_NAME}: {name} must be a list, got {data[name]!r}.")
+        windows = data["gdn_windows"]
+        if not all(isinstance(w, (list, tuple)) and all(type(i) is int and i >= 0 for i in w) for w in windows):
+            raise ValueError(f"Estimator {CONFIG_NAME}: gdn_windows must be lists of GDN ordinals, got {windows!r}.")
         data = {**data, "signals": tuple(data["signals"]), "ages": tuple(data["ages"])}
-        data["gdn_windows"] = tuple(tuple(int(i) for i in window) for window in data["gdn_windows"])
-        config = cls(**data)
+        config = cls(**{**data, "gdn_windows": tuple(map(tuple, windows))})
         if config.signals != SIGNALS or config.ages != AGES:
             raise ValueError(
                 f"Estimator reads {config.signals} + {config.ages}; this version computes {SIGNALS} + {AGES}."
             )
         sizes = (config.num_key_value_heads, config.num_value_heads, config.hidden_size, config.window)
-        if not all(isinstance(n, int) and 1 <= n <= 65536 for n in sizes) or not config.gdn_windows:
+        if not all(type(n) is int and 1 <= n <= 65536 for n in sizes) or not config.gdn_windows:
             raise ValueError(f"Estimator {CONFIG_NAME}: implausible sizes {sizes}.")
         if not all(1 <= len(window) <= config.window for window in config.gdn_windows):
             raise ValueError(f"Estimator {CONFIG_NAME}: every attention layer reads 1 to {config.window} GDN layers.")
@@ -162,6 +170,12 @@ class Estimator:
                 f"This estimator was trained for {self.config.base_model!r}: {self.config.model_type}, layout "
                 f"{self.config.fingerprint}. The model is {spec.describe()}. Load this model's estimator, or train one "
                 "with `gatesight train`."
+            )
+        config = self.config
+        if config != EstimatorConfig.for_model(spec, config.base_model, config.window, config.hidden_size):
+            raise EstimatorMismatchError(
+                f"The estimator's {CONFIG_NAME} names the layout {config.fingerprint}, but other heads or GDN windows "
+                "than that layout has; it was changed by hand or is damaged."
             )
 
     def score(self, prefill: Prefill, ordinal: int) -> Tensor:

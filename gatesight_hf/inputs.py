@@ -16,11 +16,11 @@ def are_new(ids: Tensor, known: Tensor | None, seen: int) -> bool:
 
     Args:
         ids: `[B', T']`, with B' a multiple of the held rows.
-        known: Ids of the context `[B, T]`, or None if it was prefilled from embeddings.
+        known: Ids of everything seen `[B, seen]`, or None if some came as embeddings.
         seen: Tokens the cache has seen, the context and everything after it.
 
     Raises:
-        CacheStateError: They stop inside what the cache has seen, or leave the context half-way.
+        CacheStateError: They stop inside what the cache has seen, or leave it half-way.
     """
     if known is None:
         raise CacheStateError(
@@ -29,7 +29,7 @@ def are_new(ids: Tensor, known: Tensor | None, seen: int) -> bool:
         )
     if len(ids) % len(known):
         raise ValueError(f"The cache holds {len(known)} rows and the input has {len(ids)}: not a multiple.")
-    length = min(ids.shape[1], known.shape[1])
+    length = min(ids.shape[1], seen)
     repeated = known[:, :length].repeat_interleave(len(ids) // len(known), dim=0)
     same = (ids[:, :length].to(known.device) == repeated).all(0)
     if bool(same.all()):
@@ -43,15 +43,19 @@ def are_new(ids: Tensor, known: Tensor | None, seen: int) -> bool:
     common = int(same.int().argmin())
     if common >= max(MEANT_TO_REPEAT, length // 2):
         raise CacheStateError(
-            f"The input equals the cached context in its first {common} tokens and differs after that. If it should "
-            "repeat the context, tokenize context and question apart and concatenate the ids; if it is new text, pass "
-            f"an attention_mask of {seen + ids.shape[1]} tokens."
+            f"The input equals what this cache has seen in its first {common} tokens and differs after that. For "
+            "another question on the same context, fork the parent again. If the input should repeat it, tokenize "
+            "context and question apart and concatenate the ids; if it is new text, pass an attention_mask of "
+            f"{seen + ids.shape[1]} tokens."
         )
     return True
 
 
-def whole_padding(mask: Any, past: Tensor | None, rows: int, seen: int, length: int, in_context: bool) -> Tensor | None:
+def whole_padding(mask: Any, past: Tensor | None, rows: int, seen: int, length: int) -> Tensor | None:
     """The 2-D mask of everything seen and the coming tokens, `[B, seen + length]`, bool; None if nothing is padding.
+
+    Pads may only stand before a row's first token: a GDN layer cannot skip a pad between tokens, which would decay its
+    state and enter its convolution.
 
     Args:
         mask: What the caller gave: None, or `[B, length]` or `[B, seen + length]`.
@@ -59,11 +63,9 @@ def whole_padding(mask: Any, past: Tensor | None, rows: int, seen: int, length: 
         rows: B.
         seen: Tokens seen.
         length: Coming tokens.
-        in_context: Whether the coming tokens belong to the context that is to be compacted, where pads may only stand
-            before a row's first token.
 
     Raises:
-        ValueError: A mask of another form or length, one that hides seen tokens, or padding inside the context.
+        ValueError: A mask of another form or length, one that disagrees with the past, or a pad after a token.
     """
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
         raise ValueError("GateSightCache needs the 2-D attention mask [batch, tokens], not a prepared mask.")
@@ -72,22 +74,25 @@ def whole_padding(mask: Any, past: Tensor | None, rows: int, seen: int, length: 
             f"attention_mask covers {mask.shape[1]} tokens; expected {seen + length} (all seen and the new ones) or "
             f"{length} (the new ones)."
         )
-    late = None if mask is None else mask[:, -length:].bool()
-    if late is not None and bool(late.all()):
-        late = None
     if mask is not None and mask.shape[1] > length:
         held = mask[:, :seen].bool()
         if not bool(held.all() if past is None else (held == past.to(held.device)).all()):
             raise ValueError("attention_mask disagrees with what was padding when the cache saw these tokens.")
-    if late is None and past is None:
-        return None
-    device = late.device if late is not None else past.device if past is not None else None
-    early = torch.ones((rows, seen), dtype=torch.bool, device=device) if past is None else past.to(device)
-    if late is None:
-        late = torch.ones((rows, length), dtype=torch.bool, device=device)
+    late = None if mask is None else mask[:, -length:].bool()
+    if late is None or bool(late.all()):
+        if past is None:
+            return None
+        late = past.new_ones((rows, length))
+    early = late.new_ones((rows, seen)) if past is None else past.to(late.device)
     whole = torch.cat([early, late], dim=1)
-    if in_context and bool((whole.int().diff(dim=1) < 0).any()):
+    if bool((whole[:, 1:] < whole[:, :-1]).any()):
         raise ValueError(
-            "Padding inside or after a row of the context: pad it on the left (tokenizer.padding_side = 'left')."
+            "Padding after a row's first token: GDN layers cannot skip it. Pad contexts on the left "
+            "(tokenizer.padding_side = 'left'), and ask questions of unequal lengths from separate forks."
         )
     return whole
+
+
+def positions_of(padding: Tensor, length: int) -> Tensor:
+    """Positions `[B, length]` of the last tokens, pads not counted, as `generate` numbers them."""
+    return (padding.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]

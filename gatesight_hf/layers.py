@@ -94,12 +94,6 @@ class GateSightAttentionLayer(CacheLayerMixin):
     def reset(self) -> None:
         self._clear()
 
-    def crop(self, tokens_to_remove: int) -> None:
-        raise NotImplementedError(
-            "A GateSightCache cannot be cropped: GDN states cannot be rolled back. Fork the cache before the tokens "
-            "that may have to go, and drop the fork."
-        )
-
     def offload(self) -> None:
         raise NotImplementedError("GateSightCache does not offload its layers.")
 
@@ -126,29 +120,32 @@ class GateSightAttentionLayer(CacheLayerMixin):
 
     # -- compaction, forks, rollback -----------------------------------------------------------------------------------
 
-    def compact(self, indices: Tensor, valid: Tensor) -> None:
-        """Keep only the slots `indices` `[B, H, N]` of the context; `valid` `[B, N]` marks real entries.
+    def compact(self, indices: Tensor, valid: Tensor, context: int) -> None:
+        """Keep only the slots `indices` `[B, H, N]` of the first `context` entries; `valid` `[B, N]` marks real ones.
 
-        The layer changes only after all its new tensors exist.
+        Later entries stay. The layer changes only after all its new tensors exist.
         """
         assert self.tail_keys is not None and self.tail_values is not None
         index = indices.unsqueeze(-1).expand(-1, -1, -1, self.tail_keys.shape[-1])
         keys, values = self.tail_keys.gather(2, index), self.tail_values.gather(2, index)
-        self._settle(keys, values, indices.to(torch.int32), valid)
+        self._settle(keys, values, indices.to(torch.int32), valid, context)
 
-    def keep_all(self, valid: Tensor) -> None:
-        """Call the whole context kept, without moving an entry; `valid` `[B, T]` marks what is no padding."""
+    def keep_all(self, valid: Tensor, context: int) -> None:
+        """Call the first `context` entries kept, without moving one; `valid` `[B, context]` is False at pads."""
         assert self.tail_keys is not None and self.tail_values is not None
-        batch, heads, length, _ = self.tail_keys.shape
-        positions = torch.arange(length, dtype=torch.int32, device=self.tail_keys.device).expand(batch, heads, -1)
-        self._settle(self.tail_keys, self.tail_values, positions, valid)
+        batch, heads = self.tail_keys.shape[:2]
+        positions = torch.arange(context, dtype=torch.int32, device=self.tail_keys.device).expand(batch, heads, -1)
+        keys, values = self.tail_keys[:, :, :context], self.tail_values[:, :, :context]
+        self._settle(keys, values, positions, valid, context)
 
-    def _settle(self, keys: Tensor, values: Tensor, positions: Tensor, valid: Tensor) -> None:
-        seen = self.get_seq_length()
-        self.kept_keys, self.kept_values, self.kept_positions = keys, values, positions
+    def _settle(self, keys: Tensor, values: Tensor, positions: Tensor, valid: Tensor, context: int) -> None:
+        assert self.tail_keys is not None and self.tail_values is not None
+        # Cloned, so that the tail does not hold on to the context's storage.
+        late_keys, late_values = self.tail_keys[:, :, context:].clone(), self.tail_values[:, :, context:].clone()
         self.kept_valid = None if bool(valid.all()) else valid
-        self.tail_keys, self.tail_values = keys[..., :0, :].clone(), values[..., :0, :].clone()
-        self.evicted = seen - keys.shape[-2]
+        self.kept_keys, self.kept_values, self.kept_positions = keys, values, positions
+        self.tail_keys, self.tail_values = late_keys, late_values
+        self.evicted = context - keys.shape[-2]
 
     def snapshot(self) -> dict[str, Any]:
         """The layer's state by reference: free, since tensors are replaced and never written to."""
@@ -170,6 +167,7 @@ class GateSightAttentionLayer(CacheLayerMixin):
     ) -> Tensor | None:
         """This layer's own mask for the next `query_length` tokens: kept entries for all, the tail causally.
 
+
         Args:
             query_length: Tokens of the coming update.
             padding: `[B, tokens seen + query_length]`, bool, False at pads, or None if no pad was ever seen.
@@ -183,11 +181,11 @@ class GateSightAttentionLayer(CacheLayerMixin):
         Raises:
             ValueError: An implementation for which no such mask is known.
         """
-        tail = self.tail_length + query_length
-        tail_padding = padding[:, -tail:] if padding is not None else None
-        if tail_padding is not None and bool(tail_padding.all()):
-            tail_padding = None
-        padded = self.kept_valid is not None or tail_padding is not None
+        assert self.tail_keys is not None
+        device, tail = self.tail_keys.device, self.tail_length + query_length
+        # After compaction no pad can come: pads stand before a row's first token, which the context holds.
+        late = padding[:, -tail:].to(device) if padding is not None and self.kept_keys is None else None
+        padded = self.kept_valid is not None or late is not None
         if (query_length == 1 or "flash" in implementation) and not padded:
             return None
         if implementation not in ("sdpa", "eager"):
@@ -195,17 +193,13 @@ class GateSightAttentionLayer(CacheLayerMixin):
                 "A compacted cache works with attention implementations sdpa and eager (and flash without padding), "
                 f"not {implementation!r}; call model.set_attn_implementation('sdpa')."
             )
-        assert self.kept_keys is not None
-        device = self.kept_keys.device
         mask = torch.ones((1, 1, query_length, self.kept_length + tail), dtype=torch.bool, device=device)
         mask[..., self.kept_length :] = mask[..., self.kept_length :].tril(tail - query_length)
         if padded:
-            kept, late = (
-                part if part is not None else torch.ones((1, length), dtype=torch.bool, device=device)
-                for part, length in ((self.kept_valid, self.kept_length), (tail_padding, tail))
-            )
+            kept = self.kept_valid if self.kept_valid is not None else mask.new_ones((1, self.kept_length))
+            late = late if late is not None else mask.new_ones((1, tail))
             rows = max(len(kept), len(late))
-            mask = mask & torch.cat([kept.expand(rows, -1), late.to(device).expand(rows, -1)], -1)[:, None, None]
+            mask = mask & torch.cat([kept.expand(rows, -1), late.expand(rows, -1)], dim=-1)[:, None, None]
         if implementation == "sdpa":
             return mask
         return torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(~mask, torch.finfo(dtype).min)
@@ -253,6 +247,7 @@ class GDNStateLayer(LinearAttentionLayer):
         """A layer with its own copy of both states."""
         child = GDNStateLayer(self.number_of_states)
         child.restore(self.snapshot())
+        # Copied too: a fused kernel may write the state it is given in place.
         child.recurrent_states = {i: None if s is None else s.clone() for i, s in self.recurrent_states.items()}
         return child
 

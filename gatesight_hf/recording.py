@@ -1,4 +1,4 @@
-"""What a cache gathers of a context until compaction: token ids, GDN signals and output gates."""
+"""What a cache gathers of a context until compaction: GDN signals and output gates."""
 
 from collections.abc import Callable
 
@@ -12,24 +12,15 @@ class Recording:
     """Grows by one chunk per forward. Chunks are joined only when a scorer asks for them."""
 
     def __init__(self, spec: HybridSpec) -> None:
-        self._ids: list[Tensor] | None = []
         self._signals: list[list[Tensor]] = [[] for _ in spec.gdn_layers]
         self._gate_sums: list[Tensor | None] = [None] * spec.num_attention_layers
 
     def copy(self) -> "Recording":
         """An independent record; tensors are shared, since none is ever written to."""
         twin = object.__new__(Recording)
-        twin._ids = None if self._ids is None else list(self._ids)
         twin._signals = [list(chunks) for chunks in self._signals]
         twin._gate_sums = list(self._gate_sums)
         return twin
-
-    def add_ids(self, ids: Tensor | None) -> None:
-        """Take the ids `[B, T]` of a chunk, or None for a chunk of embeddings, after which ids are unknown."""
-        if ids is None:
-            self._ids = None
-        elif self._ids is not None:
-            self._ids.append(ids)
 
     def add_signals(self, gdn: int, signals: Tensor) -> None:
         """Take `[B, T, 3, HV]` of GDN ordinal `gdn`."""
@@ -42,11 +33,6 @@ class Recording:
             per_token = per_token * padding.to(per_token.device)
         new, total = per_token.sum(-1, dtype=torch.float64), self._gate_sums[ordinal]
         self._gate_sums[ordinal] = new if total is None else total + new
-
-    @property
-    def ids(self) -> Tensor | None:
-        """All ids `[B, T]`, or None if some are unknown or nothing was recorded."""
-        return torch.cat(self._ids, dim=1) if self._ids else None
 
     @property
     def signals(self) -> list[Tensor]:
@@ -64,6 +50,5 @@ class Recording:
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
         """Carry a change of the batch dimension through the record."""
-        self._ids = None if self._ids is None else [function(ids) for ids in self._ids]
         self._signals = [[function(chunk) for chunk in chunks] for chunks in self._signals]
         self._gate_sums = [None if total is None else function(total) for total in self._gate_sums]

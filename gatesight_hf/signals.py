@@ -58,6 +58,10 @@ class SignalSink(ABC):
         """The attention mask that attention ordinal `ordinal` must use in place of `mask`."""
 
     @abstractmethod
+    def gdn_mask_for(self, mask: Any) -> Any:
+        """The padding mask of the current tokens that GDN layers must use in place of `mask`."""
+
+    @abstractmethod
     def begin_generate(self, model: Any, inputs: Tensor | None, arguments: dict[str, Any]) -> dict[str, Any]:
         """Called before `generate`; returns its keyword arguments, completed."""
 
@@ -152,11 +156,15 @@ def _after_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output
         sink.end_forward(completed=output is not None)
 
 
-def _before_gdn(key: tuple[int, str, int], layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+def _before_gdn(key: tuple[int, str, int], layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     _calls.by_key.pop(key, None)
     sink = cache_of_call(kwargs)
-    if isinstance(sink, SignalSink) and sink.wants_signals():
+    if not isinstance(sink, SignalSink):
+        return None
+    if sink.wants_signals():
         _calls.by_key[key] = _Call(sink, layer, sink.convolution_context(key[2]))
+    # transformers leaves the mask out for a single token, which may be a pad of a row that has not begun.
+    return args, {**kwargs, "attention_mask": sink.gdn_mask_for(kwargs.get("attention_mask"))}
 
 
 def _before_attention(key: tuple[int, str, int], layer: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -237,7 +245,7 @@ class SignalHooks:
             add(attention.register_forward_hook(partial(_after_layer, key), always_call=True))
         model._gatesight_hooks = self  # type: ignore[assignment]
         if hasattr(type(model), "generate"):
-            model.generate = MethodType(_generate, model)  # type: ignore[assignment]
+            model.generate = partial(_generate, model)  # type: ignore[assignment]
 
     def remove(self) -> None:
         """Take everything off the model; does nothing the second time."""
@@ -246,7 +254,7 @@ class SignalHooks:
             return
         for handle in self._handles:
             handle.remove()
-        if isinstance(vars(model).get("generate"), MethodType):
+        if getattr(vars(model).get("generate"), "func", None) is _generate:
             del model.generate
             if self.generate_before is not None:
                 model.generate = self.generate_before

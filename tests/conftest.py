@@ -24,6 +24,9 @@ from gatesight_hf.hybrid import HybridSpec
 torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
 VOCAB = 128
+#: Size of the matrices: larger ones amplify rounding beyond the tolerances. The attention layers' outputs are large, so
+#: that a wrong mask or position changes logits by 1e-1 and tokens with them.
+GAIN, O_PROJ_GAIN = 0.4, 2.0
 FAMILIES = {
     "qwen3_5": (Qwen3_5ForCausalLM, Qwen3_5TextConfig),
     "qwen3_5_moe": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig),
@@ -60,7 +63,8 @@ def tiny_model(family: str = "qwen3_5", **options: Any) -> Any:
         elif "conv1d" in name:
             parameter.copy_(0.5 * noise)
         else:
-            parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+            gain = O_PROJ_GAIN if "o_proj" in name else GAIN
+            parameter.copy_(gain * noise * parameter.shape[-1] ** -0.5)
     attention_modules = (module for module in model.modules() if hasattr(module, "q_proj"))
     for shift, layer in zip((-1.5, 1.0), attention_modules, strict=False):
         layer.q_proj.bias.view(-1, 2, layer.head_dim)[:, 1] += shift  # unlike output gates
@@ -115,6 +119,11 @@ def left_padded(ids: list[Tensor]) -> tuple[Tensor, Tensor]:
     return batch, mask
 
 
+def padded(mask: Tensor, new: int) -> dict[str, Tensor]:
+    """Arguments for the last `new` tokens of padded rows: the whole mask, and positions that do not count pads."""
+    return {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)[:, -new:]}
+
+
 def random_config(model: Any, **options: Any) -> EstimatorConfig:
     return EstimatorConfig.for_model(HybridSpec.from_config(model.config), "tiny", **{"hidden_size": 16, **options})
 
@@ -152,29 +161,46 @@ def forward(model: Any, ids: Tensor, cache: Any, **arguments: Any) -> Tensor:
     return model(input_ids=ids, **cache_kwargs(model, cache), **arguments).logits
 
 
-def generate(model: Any, ids: Tensor, cache: Any, tokens: int = 5, **arguments: Any) -> Tensor:
-    """New tokens only `[B, tokens]`, greedy unless told otherwise."""
+def steps(model: Any, ids: Tensor, cache: Any, tokens: int = 4, **arguments: Any) -> tuple[Tensor, Tensor]:
+    """New tokens `[B, tokens]`, greedy unless told otherwise, and the logits they came from `[B, tokens, vocab]`."""
+    options = {"max_new_tokens": tokens, "do_sample": False, **arguments}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    output = model.generate(ids, **cache_kwargs(model, cache), **options)
+    return output.sequences[:, -tokens:], torch.stack(output.logits, dim=1)
+
+
+def generate(model: Any, ids: Tensor, cache: Any, tokens: int = 4, **arguments: Any) -> Tensor:
+    """New tokens only `[B, tokens]`."""
     options = {"max_new_tokens": tokens, "do_sample": False, **arguments}
     return model.generate(ids, **cache_kwargs(model, cache), **options)[:, -tokens:]
 
 
-def prefilled(model: Any, ids: Tensor, chunks: list[int] | None = None, mask: Tensor | None = None, **options: Any) -> Any:
+def prefilled(
+    model: Any, ids: Tensor, chunks: list[int] | None = None, mask: Tensor | None = None, **options: Any
+) -> Any:
     """A GateSight cache that has seen a context but is not compacted."""
     cache = GateSightCache(options.pop("scorer", None) or random_estimator(model), model, **options)
     seen = 0
     for length in chunks or [ids.shape[1]]:
-        given = {} if mask is None else {"attention_mask": mask[:, : seen + length]}
+        given = {} if mask is None else padded(mask[:, : seen + length], length)
         forward(model, ids[:, seen : seen + length], cache, **given)
         seen += length
     assert seen == ids.shape[1]
     return cache
 
 
-def compacted(model: Any, ids: Tensor, chunks: list[int] | None = None, mask: Tensor | None = None, **options: Any) -> Any:
+def compacted(
+    model: Any, ids: Tensor, chunks: list[int] | None = None, mask: Tensor | None = None, **options: Any
+) -> Any:
     """A GateSight cache after prefill and compaction."""
     cache = prefilled(model, ids, chunks, mask, **options)
     cache.compact()
     return cache
+
+
+def assert_same(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
+    """Logits within the tolerance that the proof demands in float32."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
 
 
 def evicted_of(cache: GateSightCache, row: int, length: int) -> list[Tensor]:
@@ -238,5 +264,8 @@ class Oracle:
         forward(self.model, context, cache)
         return forward(self.model, question, cache)
 
-    def generate(self, ids: Tensor, tokens: int = 5, **arguments: Any) -> Tensor:
+    def steps(self, ids: Tensor, tokens: int = 4, **arguments: Any) -> tuple[Tensor, Tensor]:
+        return steps(self.model, ids, DynamicCache(config=self.model.config), tokens, **arguments)
+
+    def generate(self, ids: Tensor, tokens: int = 4, **arguments: Any) -> Tensor:
         return generate(self.model, ids, DynamicCache(config=self.model.config), tokens, **arguments)

@@ -72,9 +72,7 @@ def test_padding_changes_nothing():
 @pytest.mark.parametrize("length", [1, 2, 5, 1000])
 def test_ages_count_from_both_ends(length):
     scale = math.log(1 + 2**20)
-    rows = [
-        [(length - 1 - i) / length, math.log(length - i) / scale, math.log(1 + i) / scale] for i in range(length)
-    ]
+    rows = [[(length - 1 - i) / length, math.log(length - i) / scale, math.log(1 + i) / scale] for i in range(length)]
     torch.testing.assert_close(age_features(0, length, length), torch.tensor(rows), rtol=1e-6, atol=1e-7)
 
 

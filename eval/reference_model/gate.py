@@ -37,7 +37,7 @@ def empty_attention_cache(cache: GateSightCache) -> None:
 
 
 def exact_matches(model: Any, tokenizer: Any, items: list[documents.Document]) -> tuple[int, int]:
-    """Documents answered right with the full cache, and with it emptied; all of one length, one question each."""
+    """Documents answered right with the full cache, and with it emptied; documents and questions of one length each."""
     context = tokenizer([item.text for item in items], return_tensors="pt").input_ids
     full = GateSightCache(RandomScorer(), model, kept_fraction=1.0)
     with torch.no_grad():
@@ -46,19 +46,18 @@ def exact_matches(model: Any, tokenizer: Any, items: list[documents.Document]) -
     emptied = full.fork()
     empty_attention_cache(emptied)
 
-    question = tokenizer([item.questions[0].text for item in items], return_tensors="pt", padding=True)
-    mask = torch.cat([torch.ones_like(context), question.attention_mask], dim=1)
+    question = tokenizer([item.questions[0].text for item in items], return_tensors="pt").input_ids
     longest = max(len(item.questions[0].answer) for item in items)
     right = []
     for cache in (full, emptied):
         output = model.generate(
-            question.input_ids,
-            attention_mask=mask,
+            question,
+            attention_mask=torch.ones((len(items), context.shape[1] + question.shape[1]), dtype=torch.long),
             max_new_tokens=longest + 1,
             do_sample=False,
             **{cache_argument(model): cache},
         )
-        answers = tokenizer.batch_decode(output[:, question.input_ids.shape[1] :])
+        answers = tokenizer.batch_decode(output[:, question.shape[1] :])
         ended = [answer.split(tokenizer.eos_token)[0].split() for answer in answers]
         right.append(sum(words == item.questions[0].answer for words, item in zip(ended, items, strict=True)))
     return right[0], right[1]
@@ -68,9 +67,13 @@ def accuracies(model: Any, tokenizer: Any, task: str, length: int, count: int, s
     """Exact match with the full cache, and with the context's attention cache emptied."""
     rng = random.Random(f"gate-{task}-{length}-{seed}")
     items = [documents.TASKS[task](rng, length) for _ in range(count)]
+    sizes: dict[tuple[int, int], list[documents.Document]] = {}
+    for item in items:
+        sizes.setdefault((len(item.words), len(item.questions[0].words)), []).append(item)
     right = [
-        exact_matches(model, tokenizer, items[start : start + ROWS_PER_BATCH])
-        for start in range(0, count, ROWS_PER_BATCH)
+        exact_matches(model, tokenizer, group[start : start + ROWS_PER_BATCH])
+        for group in sizes.values()
+        for start in range(0, len(group), ROWS_PER_BATCH)
     ]
     return sum(full for full, _ in right) / count, sum(emptied for _, emptied in right) / count
 
@@ -84,8 +87,8 @@ def table(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         gate = "" if "gate" not in row else f"≥ {row['gate']:.2f}: {'passed' if row['passed'] else 'failed'}"
         lines.append(
-            f"| {row['task']} | {row['length']} | {row['full']:.3f} | {row['full_bfloat16']:.3f} | {row['emptied']:.3f} "
-            f"| {gate} |"
+            f"| {row['task']} | {row['length']} | {row['full']:.3f} | {row['full_bfloat16']:.3f} "
+            f"| {row['emptied']:.3f} | {gate} |"
         )
     return "\n".join(lines)
 
