@@ -164,3 +164,33 @@ def test_training_and_evaluation_documents_are_disjoint() -> None:
 
 def test_shard_length() -> None:
     assert Shard([], torch.zeros(2, 3, 17)).length == 17
+
+
+def test_shards_of_other_documents_are_not_taken(dense: Any, tmp_path: Path) -> None:
+    collect(dense, documents(1), tmp_path, SAMPLING, "documents")
+    with pytest.raises(ValueError, match="another document"):
+        collect(dense, [[1, 2, 3]], tmp_path, SAMPLING, "documents")
+
+
+def test_continuations_end_where_the_model_ends_them() -> None:
+    row = torch.tensor([5, 6, 2, 0, 0])
+    assert collecting._until_end(row, 2).tolist() == [5, 6, 2]
+    assert collecting._until_end(row, [9, 6]).tolist() == [5, 6]
+    assert collecting._until_end(row, None).tolist() == collecting._until_end(row, 7).tolist() == row.tolist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--documents", "missing.txt"], "missing.txt"),
+        (["--documents", "short.txt"], "Only 0 different documents"),
+        (["--documents", "short.txt", "--eval-documents", "0"], "at least 1"),
+    ],
+)
+def test_train_command_names_what_is_wrong(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("short.txt").write_text("the sky is blue .")
+    assert main(["train", "--model", "reference", "--out", "estimator", *arguments]) == 1
+    assert message in capsys.readouterr().err

@@ -33,7 +33,7 @@ LEVELS = [(24, 3, True), (48, 5, True), (96, 8, True), (192, 10, False), (384, 1
 MIXED_FROM = 3
 MIXED_LEVELS = (0, 4, 4, 4, 3, 2, 1, 1)
 #: In proportion to how hard they are to learn.
-MIXED_TASKS = ("multi_value", "multi_query", "vt", *3 * ("lookup",), *3 * ("copy",))
+MIXED_TASKS = ("multi_value", "multi_query", "vt", *4 * ("lookup",), *4 * ("copy",))
 
 
 def build_config(vocab_size: int, hidden_size: int) -> Qwen3_5TextConfig:

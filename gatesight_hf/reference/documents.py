@@ -209,7 +209,7 @@ def lookup(rng: random.Random, length: int, count: int = 4, asked: int = 1) -> D
     homes = {name: rng.choice(CITIES) for name in people}
     words, planted = _scatter(rng, [[name, "lives", "in", homes[name], "."] for name in people], length, False)
     questions = [
-        Question(["question", ":", "where", "does", name, "live", "?", "answer", ":"], [homes[name]])
+        Question(["question", ":", "where", "is", name, "?", "answer", ":"], [homes[name]])
         for name in rng.sample(people, min(asked, len(people)))
     ]
     return Document(words, questions, planted)

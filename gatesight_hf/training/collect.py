@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -86,10 +87,10 @@ def document_utilities(model: Any, ids: Tensor, sampling: Sampling, seed: int) -
                     temperature=sampling.temperature,
                     top_k=0,
                     max_new_tokens=sampling.tokens,
-                    min_new_tokens=sampling.tokens,
                     num_return_sequences=sampling.continuations,
                 )
             for row in sampled[:, ids.shape[1] :]:
+                row = _until_end(row, model.generation_config.eos_token_id)
                 child = parent.fork()
                 with capture_queries(model, spec, child) as queries:
                     model(row.unsqueeze(0), **{name: child}, use_cache=True, logits_to_keep=1)
@@ -102,6 +103,12 @@ def document_utilities(model: Any, ids: Tensor, sampling: Sampling, seed: int) -
     return signals, normalise(utilities)
 
 
+def _until_end(row: Tensor, end: int | list[int] | None) -> Tensor:
+    """The tokens up to and with the first one that ends a sequence; what follows is padding."""
+    ends = torch.isin(row, torch.tensor([] if end is None else end, dtype=row.dtype, device=row.device)).nonzero()
+    return row if len(ends) == 0 else row[: int(ends[0]) + 1]
+
+
 def collect(model: Any, documents: Iterable[Sequence[int]], folder: Path, sampling: Sampling, label: str) -> list[Path]:
     """Write one shard per document into `folder`; returns the shards in document order.
 
@@ -111,15 +118,23 @@ def collect(model: Any, documents: Iterable[Sequence[int]], folder: Path, sampli
         folder: For `document_00000.safetensors` and so on.
         sampling: How continuations are drawn.
         label: Of the progress bar.
+
+    Raises:
+        ValueError: A shard that is there already was made from another document.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shards = []
     for k, ids in enumerate(tqdm(documents, desc=label, unit="document")):
         shard = folder / f"document_{k:05}.safetensors"
         shards.append(shard)
-        if shard.exists():
-            continue
         tensor = torch.tensor([list(ids)], dtype=torch.long, device=model.device)
+        if shard.exists():
+            with safe_open(shard, framework="pt") as made:
+                if not torch.equal(made.get_tensor("ids"), tensor[0].cpu()):
+                    raise ValueError(
+                        f"{shard} was made from another document. Give another --data folder, or remove this one."
+                    )
+            continue
         signals, utilities = document_utilities(model, tensor, sampling, sampling.seed + k)
         partial = shard.with_suffix(".partial")
         stored = {f"signals.{i}": signal.contiguous() for i, signal in enumerate(signals)}

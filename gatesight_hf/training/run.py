@@ -6,7 +6,7 @@ import json
 import platform
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -108,13 +108,8 @@ def train_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
     spec = HybridSpec.from_config(model.config)
     config = EstimatorConfig.for_model(spec, name, args.window, args.hidden_size)
 
-    wanted = args.train_documents + args.eval_documents
-    ids = list(islice(tokenized(texts, tokenizer, args.length), wanted))
-    if len(ids) < wanted:
-        raise ValueError(
-            f"Only {len(ids)} different documents of at least {int(SHORTEST_SHARE * args.length)} tokens were found, "
-            f"{wanted} are asked for: lower --train-documents, --eval-documents or --length."
-        )
+    if min(args.train_documents, args.eval_documents) < 1 or args.length < 1:
+        raise ValueError("--train-documents, --eval-documents and --length must be at least 1.")
     prompts = args.prompt or (["question :"] if is_reference else [""])
     sampling = Sampling(
         continuations=args.continuations,
@@ -127,13 +122,21 @@ def train_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "model": name,
         "weights": weights_digest(model),
         "sampling": asdict(sampling) | {"prompts": prompts},
-        "documents": hashlib.sha256(str(ids).encode()).hexdigest(),
-        "train_documents": args.train_documents,
     }
     claim_folder(data, settings)
-    train = collect(model, ids[: args.train_documents], data / "train", sampling, "train documents")
-    held_out_sampling = Sampling(**{**vars(sampling), "seed": sampling.seed + 1_000_000})
-    held_out = collect(model, ids[args.train_documents :], data / "eval", held_out_sampling, "eval documents")
+    # One stream of different documents feeds both, so that they are disjoint; only one is in memory at a time.
+    documents = tokenized(texts, tokenizer, args.length)
+    train = collect(model, islice(documents, args.train_documents), data / "train", sampling, "train documents")
+    held_out_sampling = replace(sampling, seed=sampling.seed + 1_000_000)
+    held_out = collect(
+        model, islice(documents, args.eval_documents), data / "eval", held_out_sampling, "eval documents"
+    )
+    found, wanted = len(train) + len(held_out), args.train_documents + args.eval_documents
+    if found < wanted:
+        raise ValueError(
+            f"Only {found} different documents of at least {int(SHORTEST_SHARE * args.length)} tokens were found, "
+            f"{wanted} are asked for: lower --train-documents, --eval-documents or --length."
+        )
 
     estimator, table, singles = fit(config, train, held_out, FitOptions(epochs=args.epochs, seed=args.seed))
     metrics = {
