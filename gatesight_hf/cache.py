@@ -287,6 +287,8 @@ class GateSightCache(Cache, SignalSink):
 
     def _follow_rows(self, rows: Tensor) -> None:
         """Carry a change of the batch dimension through everything the cache holds besides its layers."""
+        if self.batch_size == -1:
+            return
 
         def chosen(tensor: Tensor) -> Tensor:
             return tensor[rows.to(tensor.device)]

@@ -1,0 +1,53 @@
+"""What the README says can be done is done here: its snippets run, its files and targets exist."""
+
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gatesight_hf import reference
+from gatesight_hf.hybrid import ADAPTERS
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_snippets_run_one_after_the_other() -> None:
+    document = reference.documents.needles(random.Random(0), 200, 2)
+    tokenizer = reference.load_tokenizer()
+    names: dict[str, Any] = {
+        "torch": torch,
+        "document": document.text,
+        "context_ids": tokenizer(document.text, return_tensors="pt").input_ids,
+        "questions": [tokenizer(q.text, return_tensors="pt").input_ids for q in document.questions],
+    }
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(block, names)
+    assert names["tokenizer"].decode(names["output"][0, -4:]) == "4 8 2 1"
+    assert names["report"].achieved_fraction == pytest.approx(0.1, abs=0.01)
+
+
+def test_files_and_targets_exist() -> None:
+    tree = re.search(r"```\n(gatesight_hf/.*?)```", README, re.DOTALL)
+    assert tree is not None
+    for line in tree[1].splitlines():
+        folder = ROOT / "gatesight_hf" if line.startswith("  ") else ROOT
+        for name in re.findall(r"[\w/]+(?:\.py|/)", line.split("   ")[0]):
+            assert (folder / name).exists(), name
+    listed = {path.name for path in (ROOT / "gatesight_hf").glob("*.py")} - {"__init__.py"}
+    assert all(name in tree[1] for name in listed)
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"make ([a-z]+(?:-[a-z]+)?)", README)) <= targets
+    for link in re.findall(r"\]\(([\w/.-]+)\)", README):
+        assert (ROOT / link).exists(), link
+
+
+def test_every_family_has_its_row() -> None:
+    for adapter in ADAPTERS:
+        for model_type in adapter.model_types:
+            assert f"`{model_type}`" in README
