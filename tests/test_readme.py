@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from gatesight_hf import reference
 from gatesight_hf.hybrid import ADAPTERS
+from gatesight_hf.reference import documents, load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_snippets_run_one_after_the_other() -> None:
-    document = reference.documents.needles(random.Random(0), 200, 2)
-    tokenizer = reference.load_tokenizer()
+    document = documents.needles(random.Random(0), 200, 2)
+    tokenizer = load_tokenizer()
     names: dict[str, Any] = {
         "torch": torch,
         "document": document.text,

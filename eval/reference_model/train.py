@@ -2,6 +2,7 @@
 
     python eval/reference_model/train.py --out runs/a --threads 2 --minutes 100
     python eval/reference_model/train.py --out runs/a --threads 2 --minutes 30      # goes on from the last checkpoint
+    python eval/reference_model/train.py --out runs/b --start-from gatesight_hf/reference/model
 
 The model is a plain `Qwen3_5ForCausalLM`. Three choices make it learn to retrieve from its KV cache instead of its GDN
 states: a curriculum that starts with contexts of 24 tokens, many records a context once contexts are long, and a
@@ -31,9 +32,9 @@ LEVELS = [(24, 3, True), (48, 5, True), (96, 8, True), (192, 10, False), (384, 1
 #: Level from which tasks other than needles are mixed in, and how often those are drawn from each level: they have to
 #: be learned at short lengths first, as needles were.
 MIXED_FROM = 3
-MIXED_LEVELS = (0, 4, 4, 4, 3, 2, 1, 1)
+MIXED_LEVELS = (6, 4, 4, 2, 1, 1, 1, 1)
 #: In proportion to how hard they are to learn.
-MIXED_TASKS = ("multi_value", "multi_query", "vt", *4 * ("lookup",), *4 * ("copy",))
+MIXED_TASKS = ("multi_value", "multi_query", "vt", *6 * ("lookup",), *4 * ("copy",))
 
 
 def build_config(vocab_size: int, hidden_size: int) -> Qwen3_5TextConfig:
@@ -117,7 +118,7 @@ def sample_document(rng: random.Random, level: int, task: str) -> documents.Docu
     if task == "vt":
         return documents.variable_tracking(rng, length, hops=rng.randint(1, 1 + min(2, length // 64)), chains=2)
     if task == "lookup":
-        return documents.lookup(rng, length, count=min(24, max(2, length // 10)), asked=24)
+        return documents.lookup(rng, length, count=min(24, max(2, length // 8)), asked=24)
     if task == "copy":
         return documents.copy_context(rng, length, span=min(64, length // 3), start=None if rng.random() < 0.7 else 0)
     # Mostly as many records as fit: dense supervision, and more than the GDN states can hold.
@@ -148,6 +149,7 @@ def sample_batch(
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="run folder: checkpoint, log, final model")
+    parser.add_argument("--start-from", type=Path, help="model folder whose weights to begin with, at the last level")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--tokens-per-step", type=int, default=2048)
@@ -162,8 +164,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--floor-weight", type=float, default=5.0)
     parser.add_argument("--context-weight", type=float, default=0.1, help="loss weight of the context's own words")
     parser.add_argument("--question-weight", type=float, default=0.5, help="loss weight of the words of questions")
-    parser.add_argument("--easier", type=float, default=0.33, help="share of steps on easier levels")
-    parser.add_argument("--mix", type=float, default=0.3, help="share of steps on tasks other than needles")
+    parser.add_argument("--easier", type=float, default=0.4, help="share of steps on easier levels")
+    parser.add_argument("--mix", type=float, default=0.6, help="share of steps on tasks other than needles")
     parser.add_argument("--advance-at", type=float, default=0.95, help="answer-token accuracy that ends a level")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--chunk", type=float, default=60.0, help="seconds between checkpoints")
@@ -192,6 +194,9 @@ def main() -> None:
     rng = random.Random(args.seed)
     state = {"step": 0, "tokens": 0, "level": 0, "accuracy": 0.0, "seconds": 0.0, "level_step": 0}
 
+    if args.start_from:
+        model.load_state_dict(Qwen3_5ForCausalLM.from_pretrained(args.start_from).state_dict())
+        state["level"] = len(LEVELS) - 1
     checkpoint = args.out / "checkpoint.pt"
     if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=True)

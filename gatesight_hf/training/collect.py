@@ -109,7 +109,14 @@ def _until_end(row: Tensor, end: int | list[int] | None) -> Tensor:
     return row if len(ends) == 0 else row[: int(ends[0]) + 1]
 
 
-def collect(model: Any, documents: Iterable[Sequence[int]], folder: Path, sampling: Sampling, label: str) -> list[Path]:
+def collect(
+    model: Any,
+    documents: Iterable[Sequence[int]],
+    folder: Path,
+    sampling: Sampling,
+    label: str,
+    total: int | None = None,
+) -> list[Path]:
     """Write one shard per document into `folder`; returns the shards in document order.
 
     Args:
@@ -118,13 +125,14 @@ def collect(model: Any, documents: Iterable[Sequence[int]], folder: Path, sampli
         folder: For `document_00000.safetensors` and so on.
         sampling: How continuations are drawn.
         label: Of the progress bar.
+        total: Documents expected, for the progress bar.
 
     Raises:
         ValueError: A shard that is there already was made from another document.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shards = []
-    for k, ids in enumerate(tqdm(documents, desc=label, unit="document")):
+    for k, ids in enumerate(tqdm(documents, desc=label, unit="document", total=total)):
         shard = folder / f"document_{k:05}.safetensors"
         shards.append(shard)
         tensor = torch.tensor([list(ids)], dtype=torch.long, device=model.device)

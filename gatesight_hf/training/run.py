@@ -126,12 +126,11 @@ def train_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
     claim_folder(data, settings)
     # One stream of different documents feeds both, so that they are disjoint; only one is in memory at a time.
     documents = tokenized(texts, tokenizer, args.length)
-    train = collect(model, islice(documents, args.train_documents), data / "train", sampling, "train documents")
-    held_out_sampling = replace(sampling, seed=sampling.seed + 1_000_000)
-    held_out = collect(
-        model, islice(documents, args.eval_documents), data / "eval", held_out_sampling, "eval documents"
-    )
-    found, wanted = len(train) + len(held_out), args.train_documents + args.eval_documents
+    count, held_count = args.train_documents, args.eval_documents
+    train = collect(model, islice(documents, count), data / "train", sampling, "train documents", count)
+    sampling = replace(sampling, seed=sampling.seed + 1_000_000)
+    held_out = collect(model, islice(documents, held_count), data / "eval", sampling, "eval documents", held_count)
+    found, wanted = len(train) + len(held_out), count + held_count
     if found < wanted:
         raise ValueError(
             f"Only {found} different documents of at least {int(SHORTEST_SHARE * args.length)} tokens were found, "
