@@ -89,8 +89,8 @@ def main() -> None:
     parser.add_argument("--estimator", type=Path, default=ESTIMATOR_PATH)
     parser.add_argument("--out", type=Path, required=True, help="path of the result, without suffix")
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--items", type=int, default=100, help="documents per task")
-    parser.add_argument("--tasks", nargs="+", default=["niah_single_2", "niah_multikey", "niah_multivalue", "vt", "qa"])
+    parser.add_argument("--items", type=int, default=50, help="documents per task")
+    parser.add_argument("--tasks", nargs="+", default=["niah_single_2", "niah_multikey", "niah_multivalue", "niah_multiquery"])
     parser.add_argument("--seed", type=int, default=11)
     args = parser.parse_args()
 
