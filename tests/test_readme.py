@@ -51,3 +51,11 @@ def test_every_family_has_its_row() -> None:
     for adapter in ADAPTERS:
         for model_type in adapter.model_types:
             assert f"`{model_type}`" in README
+
+
+def test_measured_figures_are_those_of_the_committed_results() -> None:
+    section = README.split("## Measured")[1].split("\n## ")[0]
+    sources = [*(ROOT / "eval" / "results").glob("*.md"), *(ROOT / "gatesight_hf" / "reference").glob("*/README.md")]
+    known = {line for source in sources for line in source.read_text(encoding="utf-8").splitlines()}
+    tables = [line for line in section.splitlines() if line.startswith("|")]
+    assert len(tables) > 10 and set(tables) <= known
