@@ -42,7 +42,7 @@ def test_files_and_targets_exist() -> None:
     listed = {path.name for path in (ROOT / "gatesight_hf").glob("*.py")} - {"__init__.py"}
     assert all(name in tree[1] for name in listed)
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"make ([a-z]+(?:-[a-z]+)?)", README)) <= targets
+    assert set(re.findall(r"(?:`|^)make ([a-z]+(?:-[a-z]+)?)", README, re.MULTILINE)) <= targets
     for link in re.findall(r"\]\(([\w/.-]+)\)", README):
         assert (ROOT / link).exists(), link
 
