@@ -107,8 +107,8 @@ tags:
 # GateSight reference model
 
 A `Qwen3_5ForCausalLM` of {parameters:,} parameters with a closed vocabulary, trained from scratch on generated
-documents with planted facts (`eval/reference_model/train.py`). It is the smallest hybrid on which KV eviction can be
-measured honestly: its attention layers are needed for recall, since every GDN head was trained to forget within some
+documents with planted facts (`eval/reference_model/train.py`). On it KV eviction can be measured honestly on a laptop:
+its attention layers are needed for recall, since every GDN head was trained to forget within some
 tens of tokens. It knows nothing else and is of no other use.
 
 Exact match, one question per document, {result["rows"][0]["items"]} documents per cell, seed {result["seed"]}:
