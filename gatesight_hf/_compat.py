@@ -4,6 +4,7 @@
   `cache` in both and warns on the old names. Drop the old names when the lower bound passes 5.23.
 - Those versions' chunked prefill starts at position 0 even if the cache has seen tokens. Drop
   `without_restarting_chunks` with them.
+- All of them prefill in `GenerationMixin._prefill`, the one private method that the library relies on (`signals.py`).
 """
 
 import copy

@@ -83,8 +83,6 @@ class GateSightCache(Cache, SignalSink):
         self._padding: Tensor | None = None
         #: Its columns of the forward under way, if there are pads among them.
         self._late_pads: Tensor | None = None
-        #: Logical length at which a running `generate` has prefilled its prompt.
-        self._prompt_end: int | None = None
         #: State before the forward under way.
         self._before: tuple[Any, ...] | None = None
         self._begun = 0.0
@@ -221,7 +219,6 @@ class GateSightCache(Cache, SignalSink):
         child.layers = [layer.fork() for layer in self._all_layers]
         child._recording = None if self._recording is None else self._recording.copy()
         child._seconds = dict(self._seconds)
-        child._prompt_end = None
         return child
 
     def reset(self) -> None:
@@ -309,6 +306,27 @@ class GateSightCache(Cache, SignalSink):
     def activate_past_recording(self) -> None:
         self.gdn_layers[0].activate_past_recording()
 
+    # -- what model layers call: only within a forward that the hooks have announced -----------------------------------
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self._check_announced()
+        return super().update(*args, **kwargs)
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._check_announced()
+        return super().update_conv_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._check_announced()
+        return super().update_recurrent_state(*args, **kwargs)
+
+    def _check_announced(self) -> None:
+        if self._before is None:
+            raise CacheStateError(
+                "This model object has no GateSight hooks: they were removed, or the cache is for another object. "
+                "Call gatesight_hf.signals.attach(model) first."
+            )
+
     # -- what the hooks call (SignalSink) ------------------------------------------------------------------------------
 
     def wants_signals(self) -> bool:
@@ -364,11 +382,12 @@ class GateSightCache(Cache, SignalSink):
             self._recover()
             return
         self._before = None
+        if self._in_context:
+            self._seconds["prefill"] += self._clock() - self._begun
+
+    def end_prefill(self) -> None:
         if self._recording is not None:
-            if self._in_context:
-                self._seconds["prefill"] += self._clock() - self._begun
-            if self._prompt_end is not None and self.get_seq_length() >= self._prompt_end:
-                self.compact()
+            self.compact()
 
     def _recover(self) -> None:
         """Undo a forward that did not end (an error, or an interrupt that no hook sees)."""
@@ -420,33 +439,25 @@ class GateSightCache(Cache, SignalSink):
                     f"{name}: GateSightCache does not support assisted decoding, since rejected tokens cannot be taken "
                     "out of GDN states. Generate without it."
                 )
+        if arguments.get("use_cache", getattr(config, "use_cache", True)) is False:
+            raise ValueError("use_cache=False with a cache: leave one of them out.")
         ids = inputs if inputs is not None else arguments.get("input_ids")
-        embeds, mask = arguments.get("inputs_embeds"), arguments.get("attention_mask")
-        seen = self.get_seq_length()
-        if embeds is not None or ids is None:
-            self._prompt_end = None if embeds is None else embeds.shape[1]
-            return arguments
-        self._prompt_end = ids.shape[1]
-        if seen == 0:
+        mask, seen = arguments.get("attention_mask"), self.get_seq_length()
+        if ids is None or arguments.get("inputs_embeds") is not None or seen == 0:
             return arguments
         arguments = without_restarting_chunks(model, arguments)
-        if mask is not None and mask.shape[1] != ids.shape[1]:
-            if mask.shape[1] != seen + ids.shape[1]:
-                raise ValueError(
-                    f"attention_mask covers {mask.shape[1]} tokens; the cache has seen {seen}, given {ids.shape[1]}: "
-                    f"pass a mask of {ids.shape[1]} (all tokens given) or {seen + ids.shape[1]}."
-                )
-            self._prompt_end = mask.shape[1]
+        if mask is not None and mask.shape[1] == seen + ids.shape[1]:
             return arguments
+        if mask is not None and mask.shape[1] != ids.shape[1]:
+            raise ValueError(
+                f"attention_mask covers {mask.shape[1]} tokens; the cache has seen {seen}, given {ids.shape[1]}: "
+                f"pass a mask of {ids.shape[1]} (all tokens given) or {seen + ids.shape[1]}."
+            )
         if not are_new(ids, self._ids, seen):
             return arguments
         # `generate` takes the ids for new ones only if its mask covers everything seen as well.
-        self._prompt_end = seen + ids.shape[1]
         late = mask if mask is not None else default_mask(model, ids, arguments)
         early = torch.ones((len(ids), seen), dtype=late.dtype, device=late.device)
         if self._padding is not None:
             early = self._padding.to(late).repeat_interleave(self._repeats_for(len(ids)), dim=0)
         return {**arguments, "attention_mask": torch.cat([early, late], dim=1)}
-
-    def end_generate(self) -> None:
-        self._prompt_end = None

@@ -12,6 +12,7 @@ from .session import Session
 
 #: The longest context at which the reference model passes its gate (see its card).
 LONGEST_GATED_LENGTH = 2048
+NEEDLE_TOKENS = len(documents.needle("key", "1234"))
 
 
 def run_demo(
@@ -23,6 +24,10 @@ def run_demo(
         A JSON object: `accuracy` by method, `kept_fraction`, `kv_bytes_before`, `kv_bytes_after`, `gdn_bytes`,
         `seconds` (`prefill`, `score`, `compact`, `share_of_prefill`), `kept_per_layer` and `questions` with answers.
     """
+    if needles < 1 or length < NEEDLE_TOKENS * needles + 64:
+        raise ValueError(
+            f"{needles} needles in {length} tokens: at least 1, and {NEEDLE_TOKENS} tokens for each and 64 more."
+        )
     model, tokenizer = load_model(), load_tokenizer()
     document = documents.needles(random.Random(seed), length, needles, asked=needles)
     # The first call of a process pays for the warm-up of its libraries; timing should not.

@@ -75,7 +75,7 @@ class EstimatorConfig:
             ValueError: Newer format, missing or unknown keys, other signals than this version computes, wrong sizes.
         """
         version = data.get("format_version")
-        if version != FORMAT_VERSION:
+        if type(version) is not int or version != FORMAT_VERSION:
             raise ValueError(
                 f"Estimator format {version!r}; this gatesight_hf reads format {FORMAT_VERSION}. Upgrade gatesight_hf, "
                 "or choose another revision of the estimator."
@@ -221,8 +221,8 @@ class Estimator:
                 )
         try:
             data = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{folder / CONFIG_NAME} is not JSON: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{folder / CONFIG_NAME} is not JSON that can be read: {error}") from error
         if not isinstance(data, dict):
             raise ValueError(f"{folder / CONFIG_NAME} must hold one JSON object.")
         config = EstimatorConfig.from_dict(data)

@@ -45,13 +45,17 @@ class HybridSpec:
 
     @classmethod
     def from_config(cls, config: Any) -> "HybridSpec":
-        """Read the layout of a `PretrainedConfig` (a multimodal one is asked for its text part).
+        """Read the layout of a text model's `PretrainedConfig`.
 
         Raises:
-            UnsupportedModelError: No adapter for the family, a layer type that is neither GDN nor full attention, or
-                no GDN layer below some attention layer.
+            UnsupportedModelError: A multimodal model, no adapter for the family, a layer type that is neither GDN nor
+                full attention, or no GDN layer below some attention layer.
         """
-        config = config.get_text_config(decoder=True)
+        if config.get_text_config(decoder=True) is not config:
+            raise UnsupportedModelError(
+                f"{config.model_type} is a multimodal model, which keeps positions of its own outside the cache. Load "
+                "its text model alone, for example with AutoModelForCausalLM."
+            )
         adapter_for(config)
         types = list(config.layer_types)
         unknown = sorted(set(types) - {"linear_attention", "full_attention"})
@@ -86,6 +90,8 @@ class HybridSpec:
 
     def gdn_below(self, ordinal: int, window: int) -> tuple[int, ...]:
         """GDN ordinals of the up to `window` nearest GDN layers below attention ordinal `ordinal`, ascending."""
+        if window < 1:
+            raise ValueError(f"window must be at least 1 GDN layer, got {window}.")
         below = [i for i, layer in enumerate(self.gdn_layers) if layer < self.attention_layers[ordinal]]
         return tuple(below[-window:])
 
@@ -188,7 +194,7 @@ class HybridModules:
 
 
 def find_modules(model: nn.Module, spec: HybridSpec) -> HybridModules:
-    """Find the text decoder and its token mixers inside any wrapper (causal LM, multimodal, PEFT).
+    """Find the decoder and its token mixers inside any wrapper (causal LM, PEFT).
 
     Raises:
         UnsupportedModelError: No submodule has a list `layers` with the mixers that the configuration promises.

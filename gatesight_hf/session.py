@@ -57,6 +57,8 @@ class Session:
         ids = tokenizer(text, return_tensors="pt").input_ids.to(model.device)
         if ids.shape[1] == 0:
             raise ValueError("The document has no tokens.")
+        if prefill_chunk_size is not None and prefill_chunk_size < 1:
+            raise ValueError(f"prefill_chunk_size is a number of tokens >= 1 or None, got {prefill_chunk_size}.")
         with torch.no_grad():
             for chunk in ids.split(prefill_chunk_size or ids.shape[1], dim=1):
                 model(chunk, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
@@ -67,8 +69,13 @@ class Session:
         """The model's continuation of document + question; greedy unless `generate_options` say otherwise.
 
         Questions do not see each other: each runs on a fork, with its own GDN states.
+
+        Raises:
+            ValueError: The question has no tokens, or options that give several sequences.
         """
         ids = self.tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids.to(self.model.device)
+        if ids.shape[1] == 0:
+            raise ValueError("The question has no tokens.")
         seen = self.cache.get_seq_length()
         output = self.model.generate(
             ids,
@@ -76,7 +83,10 @@ class Session:
             max_new_tokens=max_new_tokens,
             **{"do_sample": False, **generate_options, cache_argument(self.model): self.cache.fork()},
         )
-        return self.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip()
+        sequences = getattr(output, "sequences", output)
+        if len(sequences) > 1:
+            raise ValueError("ask() gives one answer; for several sequences call generate with session.cache.fork().")
+        return self.tokenizer.decode(sequences[0, ids.shape[1] :], skip_special_tokens=True).strip()
 
     def report(self) -> CacheReport:
         """Lengths, bytes and seconds of the document's cache."""

@@ -66,8 +66,8 @@ class SignalSink(ABC):
         """Called before `generate`; returns its keyword arguments, completed."""
 
     @abstractmethod
-    def end_generate(self) -> None:
-        """Called after `generate`, however it ended."""
+    def end_prefill(self) -> None:
+        """Called when `generate` has prefilled its prompt, in one forward or in chunks."""
 
 
 @dataclass
@@ -203,32 +203,47 @@ def _after_q_proj(
         call.sink.record_gate(key[2], adapter.output_gate(call.layer, output.detach()))
 
 
-def _generate(model: Any, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-    """`generate` of the model, which first tells a GateSight cache where the prompt ends."""
-    before = model._gatesight_hooks.generate_before or MethodType(type(model).generate, model)
+def _generate(model: Any, before: Any, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    """`generate` of the model, which first tells a GateSight cache what it is given."""
+    generate = before if before is not None else MethodType(type(model).generate, model)
     cache = cache_of_call(kwargs)
     if not isinstance(cache, SignalSink):
-        return before(inputs, *args, **kwargs)
+        return generate(inputs, *args, **kwargs)
     kwargs = {k: v for k, v in kwargs.items() if k not in CACHE_ARGUMENTS}
-    try:
-        completed = cache.begin_generate(model, inputs, kwargs)
-        return before(inputs, *args, **completed, **{cache_argument(model): cache})
-    finally:
-        cache.end_generate()
+    completed = cache.begin_generate(model, inputs, kwargs)
+    return generate(inputs, *args, **completed, **{cache_argument(model): cache})
+
+
+def _prefill(model: Any, before: Any, ids: Tensor, config: Any, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:
+    """The prefill stage of `generate`, after which a GateSight cache is compacted.
+
+    `generate` looks this method up when it gets there. So it is found even where the cache, and with it the hooks, are
+    made among the arguments of the first call: `model.generate(**inputs, cache=GateSightCache(..., model=model))`.
+    """
+    prefill = before if before is not None else MethodType(type(model)._prefill, model)
+    outputs = prefill(ids, config, model_kwargs, **kwargs)
+    cache = cache_of_call(model_kwargs)
+    if isinstance(cache, SignalSink):
+        cache.end_prefill()
+    return outputs
+
+
+#: What is put in place of methods of a model object, by name.
+_METHODS: dict[str, Any] = {"generate": _generate, "_prefill": _prefill}
 
 
 class SignalHooks:
-    """The hooks on one model. `remove()` takes them off; as a context manager they live for the block."""
+    """The hooks on one decoder and on the models around it. `remove()` takes them off; also a context manager."""
 
-    def __init__(self, model: nn.Module, spec: HybridSpec) -> None:
+    def __init__(self, model: Any, spec: HybridSpec) -> None:
         self.spec = spec
-        self.generate_before: Any = vars(model).get("generate")
         self._handles: list[RemovableHandle] = []
-        self._model: nn.Module | None = model
-        adapter = adapter_for(model.config.get_text_config(decoder=True))  # type: ignore[union-attr, operator]
+        self._covered: list[Any] = []
+        self._replaced: list[tuple[Any, str]] = []
+        adapter = adapter_for(model.config)
         modules = find_modules(model, spec)
+        self._decoder: Any = modules.decoder
         add = self._handles.append
-        add(model.register_forward_pre_hook(_rename_cache, with_kwargs=True))
         add(modules.decoder.register_forward_pre_hook(_before_decoder, with_kwargs=True))
         add(modules.decoder.register_forward_hook(_after_decoder, with_kwargs=True, always_call=True))
         for i, gdn in enumerate(modules.gdn):
@@ -243,22 +258,34 @@ class SignalHooks:
             add(attention.register_forward_pre_hook(partial(_before_attention, key), with_kwargs=True))
             add(attention.q_proj.register_forward_hook(partial(_after_q_proj, key, adapter)))  # type: ignore[union-attr]
             add(attention.register_forward_hook(partial(_after_layer, key), always_call=True))
-        model._gatesight_hooks = self  # type: ignore[assignment]
-        if hasattr(type(model), "generate"):
-            model.generate = partial(_generate, model)  # type: ignore[assignment]
+        modules.decoder._gatesight_hooks = self  # type: ignore[assignment]
+
+    def cover(self, model: Any) -> None:
+        """Let `generate` and the forward of a model around the decoder know the cache; once per model."""
+        if any(covered is model for covered in self._covered):
+            return
+        self._covered.append(model)
+        self._handles.append(model.register_forward_pre_hook(_rename_cache, with_kwargs=True))
+        for module in model.modules():
+            for name, method in _METHODS.items():
+                before = vars(module).get(name)
+                if hasattr(type(module), name) and getattr(before, "func", None) is not method:
+                    setattr(module, name, partial(method, module, before))
+                    self._replaced.append((module, name))
 
     def remove(self) -> None:
-        """Take everything off the model; does nothing the second time."""
-        model, self._model = self._model, None
-        if model is None:
-            return
+        """Take everything off; does nothing the second time."""
         for handle in self._handles:
             handle.remove()
-        if getattr(vars(model).get("generate"), "func", None) is _generate:
-            del model.generate
-            if self.generate_before is not None:
-                model.generate = self.generate_before
-        del model._gatesight_hooks
+        for module, name in self._replaced:
+            ours = vars(module).get(name)
+            if getattr(ours, "func", None) is _METHODS[name]:
+                delattr(module, name)
+                if ours.args[1] is not None:
+                    setattr(module, name, ours.args[1])
+        if vars(self._decoder).get("_gatesight_hooks") is self:
+            del self._decoder._gatesight_hooks
+        self._handles, self._covered, self._replaced = [], [], []
 
     def __enter__(self) -> "SignalHooks":
         return self
@@ -268,10 +295,13 @@ class SignalHooks:
 
 
 def attach(model: Any) -> SignalHooks:
-    """Put the hooks on a model, or return those that are there already.
+    """Put the hooks on a model, or return those that are on its decoder already, perhaps through another wrapper.
 
     Raises:
         UnsupportedModelError: The model is no hybrid of a known family.
     """
-    hooks = vars(model).get("_gatesight_hooks")
-    return hooks if hooks is not None else SignalHooks(model, HybridSpec.from_config(model.config))
+    spec = HybridSpec.from_config(model.config)
+    held: Any = vars(find_modules(model, spec).decoder).get("_gatesight_hooks")
+    hooks: SignalHooks = SignalHooks(model, spec) if held is None else held
+    hooks.cover(model)
+    return hooks

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -90,7 +90,7 @@ def document_utilities(model: Any, ids: Tensor, sampling: Sampling, seed: int) -
                     num_return_sequences=sampling.continuations,
                 )
             for row in sampled[:, ids.shape[1] :]:
-                row = _until_end(row, model.generation_config.eos_token_id)
+                row = torch.cat([start[0], _until_end(row[len(prompt) :], model.generation_config.eos_token_id)])
                 child = parent.fork()
                 with capture_queries(model, spec, child) as queries:
                     model(row.unsqueeze(0), **{name: child}, use_cache=True, logits_to_keep=1)
@@ -107,6 +107,17 @@ def _until_end(row: Tensor, end: int | list[int] | None) -> Tensor:
     """The tokens up to and with the first one that ends a sequence; what follows is padding."""
     ends = torch.isin(row, torch.tensor([] if end is None else end, dtype=row.dtype, device=row.device)).nonzero()
     return row if len(ends) == 0 else row[: int(ends[0]) + 1]
+
+
+def _ids_of(shard: Path) -> Tensor | None:
+    """The document that a shard was made from; None if there is no whole shard."""
+    if not shard.exists():
+        return None
+    try:
+        with safe_open(shard, framework="pt") as made:
+            return made.get_tensor("ids")
+    except SafetensorError:
+        return None
 
 
 def collect(
@@ -136,12 +147,12 @@ def collect(
         shard = folder / f"document_{k:05}.safetensors"
         shards.append(shard)
         tensor = torch.tensor([list(ids)], dtype=torch.long, device=model.device)
-        if shard.exists():
-            with safe_open(shard, framework="pt") as made:
-                if not torch.equal(made.get_tensor("ids"), tensor[0].cpu()):
-                    raise ValueError(
-                        f"{shard} was made from another document. Give another --data folder, or remove this one."
-                    )
+        made = _ids_of(shard)
+        if made is not None:
+            if not torch.equal(made, tensor[0].cpu()):
+                raise ValueError(
+                    f"{shard} was made from another document. Give another --data folder, or remove this one."
+                )
             continue
         signals, utilities = document_utilities(model, tensor, sampling, sampling.seed + k)
         partial = shard.with_suffix(".partial")

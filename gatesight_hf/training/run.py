@@ -24,6 +24,17 @@ from .fit import FitOptions, fit
 
 #: The shortest text worth a document, as a share of the asked length.
 SHORTEST_SHARE = 0.25
+#: Options that count something.
+POSITIVE_OPTIONS = (
+    "train_documents",
+    "eval_documents",
+    "length",
+    "continuations",
+    "continuation_tokens",
+    "epochs",
+    "window",
+    "hidden_size",
+)
 
 
 def read_texts(paths: Sequence[Path]) -> Iterator[str]:
@@ -34,19 +45,27 @@ def read_texts(paths: Sequence[Path]) -> Iterator[str]:
         ValueError: A file of another kind, or a line without `text`.
     """
     for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(f"{path}: no such file or folder.")
         if path.is_dir():
             yield from read_texts(sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".jsonl")))
-        elif path.suffix == ".txt":
-            yield path.read_text(encoding="utf-8")
-        elif path.suffix == ".jsonl":
+            continue
+        if path.suffix not in (".txt", ".jsonl"):
+            raise ValueError(f"{path}: documents are .txt or .jsonl files, or folders of them.")
+        number = 0
+        try:
             with path.open(encoding="utf-8") as lines:
-                for number, line in enumerate(lines, 1):
+                if path.suffix == ".txt":
+                    yield lines.read()
+                    continue
+                for number, line in enumerate(lines, 1):  # noqa: B007 - named in the error
                     row = json.loads(line)
                     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-                        raise ValueError(f"{path}, line {number}: expected an object with a string 'text'.")
+                        raise ValueError("expected an object with a string 'text'")
                     yield row["text"]
-        else:
-            raise ValueError(f"{path}: documents are .txt or .jsonl files, or folders of them.")
+        except ValueError as error:
+            where = f"{path}, line {number}" if number else str(path)
+            raise ValueError(f"{where}: {error}.") from error
 
 
 def reference_texts(length: int, seed: int) -> Iterator[str]:
@@ -94,6 +113,9 @@ def claim_folder(folder: Path, settings: dict[str, Any]) -> None:
 
 def train_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Collect, fit, measure and write. Returns what `metrics.json` holds."""
+    for option in POSITIVE_OPTIONS:
+        if getattr(args, option) < 1:
+            raise ValueError(f"--{option.replace('_', '-')} must be at least 1, got {getattr(args, option)}.")
     is_reference = args.model == "reference"
     if is_reference:
         model, tokenizer, name = load_model(), load_tokenizer(), "gatesight-reference"
@@ -108,8 +130,6 @@ def train_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
     spec = HybridSpec.from_config(model.config)
     config = EstimatorConfig.for_model(spec, name, args.window, args.hidden_size)
 
-    if min(args.train_documents, args.eval_documents) < 1 or args.length < 1:
-        raise ValueError("--train-documents, --eval-documents and --length must be at least 1.")
     prompts = args.prompt or (["question :"] if is_reference else [""])
     sampling = Sampling(
         continuations=args.continuations,
@@ -163,11 +183,12 @@ def train_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def weights_digest(model: Any) -> str:
-    """A short digest of the model's decays and gate projections: tells checkpoints of one layout apart."""
+    """A short digest of up to 64 values of every parameter: tells checkpoints of one layout apart."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        if name.endswith(("A_log", "dt_bias")) and parameter.device.type != "meta":
-            digest.update(name.encode() + parameter.detach().float().cpu().numpy().tobytes())
+        if parameter.device.type != "meta":
+            values = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)]
+            digest.update(name.encode() + values.float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
