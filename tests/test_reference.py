@@ -95,9 +95,7 @@ def test_snippet_of_generate(model: Any, tokenizer: Any) -> None:
     question = document.questions[0]
     inputs = tokenizer(document.text + " " + question.text, return_tensors="pt")
     cache = GateSightCache.from_pretrained(ESTIMATOR_PATH, model=model, kept_fraction=0.2)
-    output = model.generate(
-        input_ids=inputs.input_ids, attention_mask=inputs.attention_mask, past_key_values=cache, max_new_tokens=4
-    )
+    output = model.generate(**inputs, past_key_values=cache, max_new_tokens=4)
     assert tokenizer.decode(output[0, inputs.input_ids.shape[1] :]) == question.expected
     assert cache.report().achieved_fraction == pytest.approx(0.2, abs=1e-3)
 

@@ -25,6 +25,7 @@ def build() -> PreTrainedTokenizerFast:
         padding_side="left",
         clean_up_tokenization_spaces=False,
         model_max_length=4096,
+        model_input_names=["input_ids", "attention_mask"],
     )
 
 
