@@ -52,16 +52,11 @@ class GateSightCache(Cache, SignalSink):
         allocation: str = "gate",
         block_size: int = 1,
     ) -> None:
-        if not isinstance(scorer, Scorer):
-            raise TypeError(
-                f"scorer must be an Estimator or another scorer, got {type(scorer).__name__}; to load one by name use "
-                "GateSightCache.from_pretrained(name, model=model)."
-            )
         options = CompactionOptions(kept_fraction, protected_prefix, allocation, block_size)
         if not hasattr(model, "config") or not hasattr(model, "forward"):
             raise TypeError(f"model must be the hybrid model itself, got {type(model).__name__}.")
         spec = HybridSpec.from_config(model.config)
-        scorer.check(spec)
+        _check_scorer(scorer, spec)
         attach(model)
 
         count = len(spec.gdn_layers) + len(spec.attention_layers)
@@ -166,6 +161,8 @@ class GateSightCache(Cache, SignalSink):
                     layer.keep_all(chosen.valid, self._plan.context)
                 else:
                     layer.compact(chosen.indices, chosen.valid, self._plan.context)
+            for state in self.gdn_layers:
+                state.detach()
         self._seconds["compact"] = self._clock() - begun
         self._recording = None
         self._plan = self._plan.carried_out()
@@ -209,7 +206,7 @@ class GateSightCache(Cache, SignalSink):
         if self._recording is None and (scorer is not None or options):
             raise CacheStateError("A compacted cache cannot be compacted otherwise: fork it without options.")
         if scorer is not None:
-            scorer.check(self.spec)
+            _check_scorer(scorer, self.spec)
             if scorer.needs_signals and not self.scorer.needs_signals and self.get_seq_length():
                 raise CacheStateError(f"{scorer} needs signals, but {self.scorer} did not have them recorded.")
         child = object.__new__(type(self))
@@ -461,3 +458,12 @@ class GateSightCache(Cache, SignalSink):
         if self._padding is not None:
             early = self._padding.to(late).repeat_interleave(self._repeats_for(len(ids)), dim=0)
         return {**arguments, "attention_mask": torch.cat([early, late], dim=1)}
+
+
+def _check_scorer(scorer: Scorer, spec: HybridSpec) -> None:
+    if not isinstance(scorer, Scorer):
+        raise TypeError(
+            f"scorer must be an Estimator or another scorer such as methods.RandomScorer(), got {type(scorer).__name__};"
+            " to load an estimator from a folder use Estimator.from_pretrained(folder)."
+        )
+    scorer.check(spec)

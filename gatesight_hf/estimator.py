@@ -217,7 +217,8 @@ class Estimator:
             if not (folder / name).is_file():
                 raise FileNotFoundError(
                     f"No {name} in {str(folder)!r}: an estimator is a folder with {CONFIG_NAME} and {WEIGHTS_NAME}, as "
-                    "`gatesight train` writes it."
+                    "`gatesight train` writes it. Hub ids are not read yet: give "
+                    "huggingface_hub.snapshot_download(repo_id)."
                 )
         try:
             data = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))

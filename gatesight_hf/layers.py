@@ -251,6 +251,10 @@ class GDNStateLayer(LinearAttentionLayer):
         child.recurrent_states = {i: None if s is None else s.clone() for i, s in self.recurrent_states.items()}
         return child
 
+    def detach(self) -> None:
+        """Let go of the autograd graph of forwards that ran with gradients."""
+        self._map(Tensor.detach)
+
     @property
     def nbytes(self) -> int:
         states = (*self.conv_states.values(), *self.recurrent_states.values())

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -15,11 +16,13 @@ from gatesight_hf.budget import ALLOCATIONS
 from gatesight_hf.layers import GateSightAttentionLayer
 
 from .conftest import (
+    cache_kwargs,
     compacted,
     evicted_of,
     forward,
     left_padded,
     prefilled,
+    random_estimator,
     random_ids,
 )
 
@@ -137,3 +140,15 @@ def test_the_report_counts_both_kinds_of_memory(dense):
     assert (after.gdn_bytes, after.signal_bytes, after.logical_length) == (before.gdn_bytes, 0, CONTEXT)
     assert set(after.to_dict()["seconds"]) == {"prefill", "score", "compact"}
     assert all(seconds > 0 for seconds in after.seconds.values())
+
+
+def test_compaction_lets_go_of_the_autograd_graph(dense) -> None:
+    cache = GateSightCache(random_estimator(dense), dense, kept_fraction=0.3)
+    embeds = dense.get_input_embeddings()(random_ids(20)).requires_grad_()
+    with torch.enable_grad():
+        dense(inputs_embeds=embeds, **cache_kwargs(dense, cache))
+    assert any(state.requires_grad for layer in cache.gdn_layers for state in layer.recurrent_states.values())
+    cache.compact()
+    held = [t for layer in cache.attention_layers for t in layer._tensors().values()]
+    held += [s for layer in cache.gdn_layers for s in (*layer.conv_states.values(), *layer.recurrent_states.values())]
+    assert not any(tensor.requires_grad for tensor in held)

@@ -73,7 +73,7 @@ MAKING: dict[str, tuple[Callable[[Any], Any], type[Exception] | tuple[type[Excep
     "a config only, as DynamicCache": (lambda m: GateSightCache(config=m.config), TypeError, "config"),
     "a config as the model": (lambda m: GateSightCache(random_estimator(m), m.config),
                               (TypeError, ValueError), "model"),
-    "a name as the scorer": (lambda m: GateSightCache("org/name", m), TypeError, r"from_pretrained\(name"),
+    "a name as the scorer": (lambda m: GateSightCache("org/name", m), TypeError, r"from_pretrained\(folder"),
     "a folder that is not there": (lambda m: GateSightCache.from_pretrained(Path("no"), model=m),
                                    FileNotFoundError, "config.json"),
     "an unknown option": (lambda m: GateSightCache(random_estimator(m), m, ratio=0.5), TypeError, "ratio"),

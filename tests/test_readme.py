@@ -1,34 +1,26 @@
 """What the README says can be done is done here: its snippets run, its files and targets exist."""
 
-import random
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from gatesight_hf.hybrid import ADAPTERS
-from gatesight_hf.reference import documents, load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_snippets_run_one_after_the_other() -> None:
-    document = documents.needles(random.Random(0), 200, 2)
-    tokenizer = load_tokenizer()
-    names: dict[str, Any] = {
-        "torch": torch,
-        "document": document.text,
-        "context_ids": tokenizer(document.text, return_tensors="pt").input_ids,
-        "questions": [tokenizer(q.text, return_tensors="pt").input_ids for q in document.questions],
-    }
+def test_snippets_run_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len(blocks) == 3
     for block in blocks:
         exec(block, names)
     assert names["tokenizer"].decode(names["output"][0, -4:]) == "4 8 2 1"
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == [f"{q.text} {q.expected}" for q in names["document"].questions]
     assert names["report"].achieved_fraction == pytest.approx(0.1, abs=0.01)
 
 

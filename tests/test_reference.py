@@ -106,7 +106,8 @@ def test_demo_prints_json_with_the_promised_keys(capsys: pytest.CaptureFixture[s
     assert set(result["accuracy"]) == {"full", "gatesight", "random"} and len(result["questions"]) == 8
     assert result["accuracy"]["full"] >= 0.875 and result["accuracy"]["gatesight"] >= 0.875
     assert result["accuracy"]["random"] <= 0.25
-    assert result["kv_bytes_after"] == pytest.approx(result["kv_bytes_before"] * result["kept_fraction"], abs=1)
+    assert result["kv_bytes_after"] == pytest.approx(result["kv_bytes_before"] * result["achieved_fraction"], abs=1)
+    assert result["kept_fraction"] == 0.1 and result["achieved_fraction"] == pytest.approx(0.1, abs=1e-3)
     assert {"prefill", "score", "compact"} <= set(result["seconds"])
 
 

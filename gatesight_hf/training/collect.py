@@ -151,7 +151,8 @@ def collect(
         if made is not None:
             if not torch.equal(made, tensor[0].cpu()):
                 raise ValueError(
-                    f"{shard} was made from another document. Give another --data folder, or remove this one."
+                    f"{shard} was made from another document: the documents or options have changed. Give another "
+                    f"--data folder, or remove {folder}."
                 )
             continue
         signals, utilities = document_utilities(model, tensor, sampling, sampling.seed + k)

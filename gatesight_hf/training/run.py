@@ -123,6 +123,8 @@ def train_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
     else:
         if not args.documents:
             raise ValueError("--documents is needed for any model but 'reference'.")
+        if args.model.startswith(("/", ".", "~")) and not Path(args.model).expanduser().is_dir():
+            raise FileNotFoundError(f"--model {args.model}: no such folder.")
         placement = {"device_map": "auto"} if torch.cuda.is_available() else {}
         model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype="auto", **placement).eval()
         tokenizer, name = transformers.AutoTokenizer.from_pretrained(args.model), args.model
@@ -142,6 +144,8 @@ def train_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "model": name,
         "weights": weights_digest(model),
         "sampling": asdict(sampling) | {"prompts": prompts},
+        "document_tokens": args.length,
+        "train_documents": args.train_documents,
     }
     claim_folder(data, settings)
     # One stream of different documents feeds both, so that they are disjoint; only one is in memory at a time.
@@ -154,7 +158,8 @@ def train_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
     if found < wanted:
         raise ValueError(
             f"Only {found} different documents of at least {int(SHORTEST_SHARE * args.length)} tokens were found, "
-            f"{wanted} are asked for: lower --train-documents, --eval-documents or --length."
+            f"{wanted} are asked for: give more or longer texts, or lower --train-documents, --eval-documents or "
+            "--length."
         )
 
     estimator, table, singles = fit(config, train, held_out, FitOptions(epochs=args.epochs, seed=args.seed))
