@@ -463,7 +463,7 @@ class GateSightCache(Cache, SignalSink):
 def _check_scorer(scorer: Scorer, spec: HybridSpec) -> None:
     if not isinstance(scorer, Scorer):
         raise TypeError(
-            f"scorer must be an Estimator or another scorer such as methods.RandomScorer(), got {type(scorer).__name__};"
+            f"scorer must be an Estimator or a scorer such as methods.RandomScorer(), got {type(scorer).__name__};"
             " to load an estimator from a folder use Estimator.from_pretrained(folder)."
         )
     scorer.check(spec)

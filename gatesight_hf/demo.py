@@ -22,8 +22,8 @@ def run_demo(
 
     Returns:
         A JSON object: `accuracy` by method, `kept_fraction`, `achieved_fraction`, `kv_bytes_before`, `kv_bytes_after`,
-        `gdn_bytes`, `seconds` (`prefill`, `score`, `compact`, `share_of_prefill`), `kept_per_layer` and `questions` with
-        answers.
+        `gdn_bytes`, `seconds` (`prefill`, `score`, `compact`, `share_of_prefill`), `kept_per_layer` and `questions`
+        with answers.
     """
     if needles < 1 or length < NEEDLE_TOKENS * needles + 64:
         raise ValueError(
