@@ -6,6 +6,7 @@ indices. One small adapter per family knows the names of the projections.
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
@@ -109,23 +110,23 @@ class HybridSpec:
         )
 
 
-class FamilyAdapter:
+class FamilyAdapter(ABC):
     """Names and shapes of one family's projections.
 
-    `gate_inputs` and `value_inputs` list the linear layers whose outputs hold b and a, and the values before their
-    short convolution; the methods of the same name take these outputs apart.
+    `projections` lists the linear layers of a GDN layer whose outputs hold b, a and the values before their short
+    convolution; the methods take these outputs apart.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
     projections: ClassVar[tuple[str, ...]] = ()
 
+    @abstractmethod
     def b_and_a(self, layer: Any, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Logit of β and input of g, each `[B, T, HV]`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def values(self, layer: Any, outputs: Mapping[str, Tensor]) -> Tensor:
         """Values before the short convolution, `[B, T, HV * value_head_dim]`."""
-        raise NotImplementedError
 
     def output_gate(self, attention: Any, q_proj: Tensor) -> Tensor:
         """Logits of the output gate, `[B, T, heads, head_dim]`, from the output of `q_proj`.
