@@ -109,11 +109,8 @@ def allocate(
     weights = layer_weights(allocation, layers, gate_means)
     if length == 0:
         return [0] * layers
-    kept = _round_to_sum(
-        _bounded_shares(total_budget(kept_fraction, length, layers), weights, length),
-        total_budget(kept_fraction, length, layers),
-        length,
-    )
+    total = total_budget(kept_fraction, length, layers)
+    kept = _round_to_sum(_bounded_shares(total, weights, length), total, length)
     return [min(length, -(-k // block_size) * block_size) for k in kept]
 
 

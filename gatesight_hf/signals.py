@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.activations import ACT2FN
 
 from ._compat import CACHE_ARGUMENTS, cache_argument, cache_of_call
-from .hybrid import FamilyAdapter, HybridSpec, adapter_for, find_modules
+from .hybrid import FamilyAdapter, HybridModules, HybridSpec, adapter_for, find_modules
 
 
 class SignalSink(ABC):
@@ -235,13 +235,10 @@ _METHODS: dict[str, Any] = {"generate": _generate, "_prefill": _prefill}
 class SignalHooks:
     """The hooks on one decoder and on the models around it. `remove()` takes them off; also a context manager."""
 
-    def __init__(self, model: Any, spec: HybridSpec) -> None:
-        self.spec = spec
+    def __init__(self, modules: HybridModules, adapter: FamilyAdapter) -> None:
         self._handles: list[RemovableHandle] = []
         self._covered: list[Any] = []
         self._replaced: list[tuple[Any, str]] = []
-        adapter = adapter_for(model.config)
-        modules = find_modules(model, spec)
         self._decoder: Any = modules.decoder
         add = self._handles.append
         add(modules.decoder.register_forward_pre_hook(_before_decoder, with_kwargs=True))
@@ -300,8 +297,8 @@ def attach(model: Any) -> SignalHooks:
     Raises:
         UnsupportedModelError: The model is no hybrid of a known family.
     """
-    spec = HybridSpec.from_config(model.config)
-    held: Any = vars(find_modules(model, spec).decoder).get("_gatesight_hooks")
-    hooks: SignalHooks = SignalHooks(model, spec) if held is None else held
+    modules = find_modules(model, HybridSpec.from_config(model.config))
+    held: Any = vars(modules.decoder).get("_gatesight_hooks")
+    hooks: SignalHooks = SignalHooks(modules, adapter_for(model.config)) if held is None else held
     hooks.cover(model)
     return hooks

@@ -168,7 +168,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--mix", type=float, default=0.6, help="share of steps on tasks other than needles")
     parser.add_argument("--advance-at", type=float, default=0.95, help="answer-token accuracy that ends a level")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--chunk", type=float, default=60.0, help="seconds between checkpoints")
+    parser.add_argument("--checkpoint-seconds", type=float, default=60.0, help="seconds between checkpoints")
     return parser.parse_args()
 
 
@@ -275,7 +275,7 @@ def main() -> None:
                 sums = dict.fromkeys(sums, 0)
             bar.n = int(time.monotonic() - begun)
             bar.set_postfix(level=LEVELS[state["level"]][0], acc=f"{state['accuracy']:.3f}", step=state["step"])
-            if time.monotonic() - saved_at > args.chunk:
+            if time.monotonic() - saved_at > args.checkpoint_seconds:
                 save()
                 saved_at = time.monotonic()
     save()

@@ -7,8 +7,9 @@ matters to selection.
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -85,15 +86,8 @@ def gather_moments(config: EstimatorConfig, paths: Sequence[Path]) -> list[Momen
             new = Moments(len(inputs), inputs.sum(0), inputs.T @ inputs, targets.sum(0), inputs.T @ targets)
             if len(moments) <= j:
                 moments.append(new)
-                continue
-            old = moments[j]
-            moments[j] = Moments(
-                old.count + new.count,
-                old.inputs + new.inputs,
-                old.products + new.products,
-                old.targets + new.targets,
-                old.cross + new.cross,
-            )
+            else:
+                moments[j] = Moments(*(getattr(moments[j], f.name) + getattr(new, f.name) for f in fields(Moments)))
     return moments
 
 
@@ -134,9 +128,7 @@ def fit_mlps(
             for j, (layer, moment) in enumerate(zip(layers, moments, strict=True)):
                 inputs = layer_inputs(config, shard, j)[token][:, columns]
                 inputs = ((inputs - moment.mean[columns]) / moment.std[columns]).float()
-                hidden = F.gelu(torch.einsum("tf,hfw->htw", inputs, layer["weight_in"]) + layer["bias_in"].unsqueeze(1))
-                predicted = torch.einsum("htw,hw->ht", hidden, layer["weight_out"]) + layer["bias_out"].unsqueeze(1)
-                loss = loss + F.mse_loss(predicted, log_target(shard.utilities[j][:, token]))
+                loss = loss + F.mse_loss(_mlps(layer, inputs), log_target(shard.utilities[j][:, token]))
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
@@ -153,14 +145,18 @@ def fit_mlps(
 
 def mlp_scores(layer: dict[str, Tensor], inputs: Tensor) -> Tensor:
     """Scores `[H, T]` of one layer's MLPs on raw inputs `[T, F]`."""
-    standard = (inputs - layer["input_mean"]) / layer["input_std"]
+    return _mlps(layer, (inputs - layer["input_mean"]) / layer["input_std"])
+
+
+def _mlps(layer: dict[str, Tensor], standard: Tensor) -> Tensor:
+    """All heads' MLPs of one layer on standardised inputs: `[T, F]` -> `[H, T]`."""
     hidden = F.gelu(torch.einsum("tf,hfw->htw", standard, layer["weight_in"]) + layer["bias_in"].unsqueeze(1))
     return torch.einsum("htw,hw->ht", hidden, layer["weight_out"]) + layer["bias_out"].unsqueeze(1)
 
 
 def best_single_signals(config: EstimatorConfig, paths: Sequence[Path]) -> list[list[tuple[int, int]]]:
     """For each layer and head, the signal and sign with the highest mean overlap@10 on the training documents."""
-    sums: list[Tensor] = []
+    sums: list[Any] = [0.0] * len(config.gdn_windows)
     for shard in tqdm(read_shards(paths), total=len(paths), desc="single signals", unit="document"):
         for j in range(len(config.gdn_windows)):
             columns = layer_inputs(config, shard, j)[:, : -len(AGES)].T
@@ -168,10 +164,7 @@ def best_single_signals(config: EstimatorConfig, paths: Sequence[Path]) -> list[
             found = torch.stack(
                 [overlap(signed, utilities.expand_as(signed)) for utilities in shard.utilities[j]], dim=0
             )
-            if len(sums) <= j:
-                sums.append(found)
-            else:
-                sums[j] += found
+            sums[j] = sums[j] + found
     best = []
     for total in sums:
         flat = total.flatten(1).argmax(-1)
