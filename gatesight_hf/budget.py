@@ -8,8 +8,10 @@ import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-Allocation = Literal["gate", "flat", "pyramid"]
+Allocation = Literal["gate", "flat", "pyramid", "global"]
 ALLOCATIONS: tuple[str, ...] = get_args(Allocation)
+#: Those that give each layer a share before scores are known.
+SHARED = ALLOCATIONS[:-1]
 
 #: PyramidKV's β (arXiv 2406.02069): the last layer's budget is the mean divided by it.
 PYRAMID_BETA = 20
@@ -35,6 +37,12 @@ def check_allocation(allocation: str) -> None:
         raise ValueError(f"allocation must be one of {', '.join(ALLOCATIONS)}, got {allocation!r}.")
 
 
+def check_gate_exponent(exponent: float) -> None:
+    """Raises ValueError unless the exponent is a finite number >= 0."""
+    if isinstance(exponent, bool) or not isinstance(exponent, (int, float)) or not 0 <= exponent < math.inf:
+        raise ValueError(f"gate_exponent is a finite number >= 0, got {exponent!r} (0 is flat; the paper has 1).")
+
+
 def total_budget(kept_fraction: float, length: int, layers: int) -> int:
     """Entries per KV head that all layers together keep of `length` evictable tokens: round(p · layers · length).
 
@@ -45,19 +53,25 @@ def total_budget(kept_fraction: float, length: int, layers: int) -> int:
     return min(layers * length, max(min(layers, layers * length), math.floor(exact + 0.5 + 1e-9)))
 
 
-def layer_weights(allocation: str, layers: int, gate_means: Sequence[float] | None) -> list[float]:
+def layer_weights(
+    allocation: str, layers: int, gate_means: Sequence[float] | None, gate_exponent: float = 1.0
+) -> list[float]:
     """Unnormalised share of each layer.
 
     Args:
-        allocation: `gate`: the mean output gate (exponent 1). `flat`: equal. `pyramid`: PyramidKV's arithmetic
-            sequence from (2 - 1/β) down to 1/β times the mean.
+        allocation: `gate`: the mean output gate to the power of `gate_exponent`. `flat`: equal.
+            `pyramid`: PyramidKV's arithmetic sequence from (2 - 1/β) down to 1/β times the mean.
         layers: L.
         gate_means: Mean of sigmoid(gate) over tokens and channels for each layer; only read by `gate`.
+        gate_exponent: Likewise.
 
     Raises:
-        ValueError: Unknown allocation, or `gate` without a positive mean for each layer.
+        ValueError: Unknown allocation, `gate` without a positive mean for each layer, or `global`, which has no layer
+            shares: entries of all layers compete by their scores (`selection.select_global`).
     """
     check_allocation(allocation)
+    if allocation == "global":
+        raise ValueError("allocation='global' gives layers no shares before scores are known.")
     if allocation == "flat" or layers == 1:
         return [1.0] * layers
     if allocation == "pyramid":
@@ -69,7 +83,7 @@ def layer_weights(allocation: str, layers: int, gate_means: Sequence[float] | No
             f"allocation='gate' needs a positive mean output gate for each of {layers} attention layers, got "
             f"{gate_means}; use allocation='flat' for a model without output gates."
         )
-    return [float(g) for g in gate_means]
+    return [float(g) ** gate_exponent for g in gate_means]
 
 
 def allocate(
@@ -79,6 +93,7 @@ def allocate(
     *,
     allocation: str = "gate",
     gate_means: Sequence[float] | None = None,
+    gate_exponent: float = 1.0,
     block_size: int = 1,
 ) -> list[int]:
     """Entries that each KV head of each layer keeps of `length` evictable tokens.
@@ -92,7 +107,7 @@ def allocate(
         length: Context tokens outside the protected prefix.
         layers: L, number of attention layers.
         allocation: See `layer_weights`.
-        gate_means: See `layer_weights`.
+        gate_means, gate_exponent: See `layer_weights`.
         block_size: Entries per block.
 
     Returns:
@@ -106,7 +121,7 @@ def allocate(
         raise ValueError(
             f"length >= 0, layers >= 1 and block_size >= 1 expected, got {length}, {layers}, {block_size}."
         )
-    weights = layer_weights(allocation, layers, gate_means)
+    weights = layer_weights(allocation, layers, gate_means, gate_exponent)
     if length == 0:
         return [0] * layers
     total = total_budget(kept_fraction, length, layers)

@@ -10,15 +10,16 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ._compat import default_mask, without_restarting_chunks
+from .attention import AttentionView, rotary_tables
 from .compaction import CompactionOptions, Plan, plan_compaction
 from .errors import CacheStateError
 from .estimator import Estimator
-from .hybrid import HybridSpec
+from .hybrid import HybridSpec, find_modules
 from .inputs import are_new, positions_of, whole_padding
 from .layers import GateSightAttentionLayer, GDNStateLayer
 from .recording import Recording
 from .report import CacheReport, storage_bytes
-from .scoring import Prefill, Scorer
+from .scoring import Prefill, Recorder, Scorer, Scores, checked_scores
 from .signals import SignalSink, attach
 
 
@@ -34,8 +35,11 @@ class GateSightCache(Cache, SignalSink):
         model (`PreTrainedModel`): The hybrid model; hooks are attached to it once (`gatesight_hf.signals.attach`).
         kept_fraction (`float`): Share of KV entries outside the protected prefix that stays, in (0, 1].
         protected_prefix (`int`): First tokens of each row that always stay and are not counted.
-        allocation (`str`): How layers share the budget: `gate` (mean output gate), `flat` or `pyramid`.
+        allocation (`str`): How layers share the budget: `gate` (mean output gate), `flat` or `pyramid`; or `global`:
+            entries of all layers and heads compete by their scores, as in KVzip. Layers are filled up to their fullest
+            head then, so that `global` frees less memory than it evicts.
         block_size (`int`): Round each layer's entries up to whole blocks, as paged engines do.
+        gate_exponent (`float`): Power of the mean output gate in `gate` shares.
 
     Raises:
         ValueError: Kept fraction outside (0, 1], negative prefix, unknown allocation.
@@ -51,8 +55,9 @@ class GateSightCache(Cache, SignalSink):
         protected_prefix: int = 0,
         allocation: str = "gate",
         block_size: int = 1,
+        gate_exponent: float = 1.0,
     ) -> None:
-        options = CompactionOptions(kept_fraction, protected_prefix, allocation, block_size)
+        options = CompactionOptions(kept_fraction, protected_prefix, allocation, block_size, gate_exponent)
         if not hasattr(model, "config") or not hasattr(model, "forward"):
             raise TypeError(f"model must be the hybrid model itself, got {type(model).__name__}.")
         spec = HybridSpec.from_config(model.config)
@@ -66,11 +71,12 @@ class GateSightCache(Cache, SignalSink):
         self.spec = spec
         self.scorer = scorer
         self.options = options
+        self._rotary = rotary_tables(find_modules(model, spec).decoder)
         self._clear()
 
     def _clear(self) -> None:
         #: What is gathered of the context; None once it is compacted.
-        self._recording: Recording | None = Recording(self.spec)
+        self._recording: Recording | None = Recording(self.spec, self.scorer.needs)
         self._plan: Plan | None = None
         #: Ids of all tokens seen `[B, tokens]`; None once embeddings were given.
         self._ids: Tensor | None = torch.empty((1, 0), dtype=torch.long)
@@ -90,7 +96,7 @@ class GateSightCache(Cache, SignalSink):
         Args:
             estimator: Folder of an estimator.
             model: The model it was trained for.
-            options: `kept_fraction`, `protected_prefix`, `allocation`, `block_size`.
+            options: `kept_fraction`, `protected_prefix`, `allocation`, `block_size`, `gate_exponent`.
 
         Raises:
             FileNotFoundError, ValueError: See `Estimator.from_pretrained`.
@@ -184,7 +190,34 @@ class GateSightCache(Cache, SignalSink):
             raise CacheStateError("Nothing to compact: run the model on the context with this cache first.")
         keys = [layer.tail_keys for layer in self.attention_layers]
         values = [layer.tail_values for layer in self.attention_layers]
-        return Prefill(self.spec, self._lengths(), self._recording.signals, keys, values)  # type: ignore[arg-type]
+        return Prefill(
+            spec=self.spec,
+            lengths=self._lengths(),
+            signals=self._recording.signals,
+            keys=keys,  # type: ignore[arg-type]
+            values=values,  # type: ignore[arg-type]
+            queries=self._recording.queries,
+            query_moments=self._recording.query_moments,
+            hidden=self._recording.hidden,
+            rotary=self._rotary,
+            ids=self._ids,
+            fork=lambda: self.fork(scorer=Recorder(), allocation="flat"),
+        )
+
+    def score(self, scorer: Scorer | None = None) -> Scores:
+        """Rate the context once, for any number of forks: `fork(scorer=cache.score(), kept_fraction=…)`.
+
+        Args:
+            scorer: In place of the cache's own; what it needs must have been recorded.
+
+        Raises:
+            CacheStateError: Nothing was prefilled, the cache is compacted, or something needed was not recorded.
+            ValueError: Scores of a wrong shape.
+        """
+        prefill = self.prefill()
+        if scorer is not None:
+            self._check_recorded(scorer)
+        return Scores(checked_scores(scorer or self.scorer, prefill))
 
     # -- forks ---------------------------------------------------------------------------------------------------------
 
@@ -195,28 +228,38 @@ class GateSightCache(Cache, SignalSink):
         its own, if need be with another scorer or other options, so that one prefill serves many comparisons.
 
         Args:
-            scorer: In place of the parent's; only for an uncompacted parent. One that needs signals needs a parent
-                whose scorer did so too.
-            options: `kept_fraction`, `protected_prefix`, `allocation`, `block_size`, likewise.
+            scorer: In place of the parent's; only for an uncompacted parent, whose own scorer has the same needs or
+                more (`scoring.Recorder` has a parent record for several).
+            options: `kept_fraction`, `protected_prefix`, `allocation`, `block_size`, `gate_exponent`, likewise.
 
         Raises:
-            CacheStateError: Another scorer or other options for a compacted parent, or signals that were not recorded.
+            CacheStateError: Another scorer or other options for a compacted parent, or one that needs what was not
+                recorded.
         """
         self._recover()
         if self._recording is None and (scorer is not None or options):
             raise CacheStateError("A compacted cache cannot be compacted otherwise: fork it without options.")
         if scorer is not None:
-            _check_scorer(scorer, self.spec)
-            if scorer.needs_signals and not self.scorer.needs_signals and self.get_seq_length():
-                raise CacheStateError(f"{scorer} needs signals, but {self.scorer} did not have them recorded.")
+            self._check_recorded(scorer)
         child = object.__new__(type(self))
         vars(child).update(vars(self))
         child.scorer = scorer or self.scorer
         child.options = replace(self.options, **options)
         child.layers = [layer.fork() for layer in self._all_layers]
-        child._recording = None if self._recording is None else self._recording.copy()
+        if self._recording is not None:
+            child._recording = self._recording.copy(child.scorer.needs)
         child._seconds = dict(self._seconds)
         return child
+
+    def _check_recorded(self, scorer: Scorer) -> None:
+        """Raise an error unless `scorer` fits the model and finds what it needs of the tokens seen."""
+        _check_scorer(scorer, self.spec)
+        missing = scorer.needs.missing_from(self.scorer.needs)
+        if missing and self.get_seq_length():
+            raise CacheStateError(
+                f"{scorer} needs {' and '.join(missing)}, which {self.scorer} did not have recorded. Prefill a cache "
+                "whose scorer needs them too, for example scoring.Recorder(needs)."
+            )
 
     def reset(self) -> None:
         """Forget the context: the cache is as new, and can prefill another one."""
@@ -327,10 +370,12 @@ class GateSightCache(Cache, SignalSink):
     # -- what the hooks call (SignalSink) ------------------------------------------------------------------------------
 
     def wants_signals(self) -> bool:
-        return self._in_context and self.scorer.needs_signals
+        return self._in_context and self.scorer.needs.signals
 
-    def wants_gates(self) -> bool:
-        return self._in_context and self.options.allocation == "gate"
+    def wants_attention(self) -> bool:
+        needs = self.scorer.needs
+        of_attention = self.options.allocation == "gate" or needs.queries or needs.query_moments or needs.hidden
+        return self._in_context and bool(of_attention)
 
     @property
     def _in_context(self) -> bool:
@@ -412,17 +457,18 @@ class GateSightCache(Cache, SignalSink):
         if self._recording is not None:
             self._recording.add_signals(gdn, signals)
 
-    def record_gate(self, ordinal: int, gate: Tensor) -> None:
+    def record_attention(self, ordinal: int, view: AttentionView) -> None:
         if self._recording is not None:
-            padding = None if self._padding is None else self._padding[:, -gate.shape[1] :]
-            self._recording.add_gate(ordinal, gate, padding)
+            first = self.attention_layers[ordinal].get_seq_length() - view.hidden.shape[1]
+            self._recording.add_attention(ordinal, view, first, self._padding)
 
     def mask_for(self, ordinal: int, mask: Any, query: Tensor, implementation: str) -> Any:
         if all(layer.kept_keys is None for layer in self.attention_layers):
             # Layers have one length before compaction, so that the mask they share is right.
             return mask
         layer = self.attention_layers[ordinal]
-        return layer.attention_mask(query.shape[1], self._padding, implementation, query.dtype)
+        group = self.spec.num_attention_heads // self.spec.num_key_value_heads
+        return layer.attention_mask(query.shape[1], self._padding, implementation, query.dtype, group)
 
     def gdn_mask_for(self, mask: Any) -> Any:
         return mask if self._late_pads is None else self._late_pads

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .budget import allocate, check_allocation, check_kept_fraction
-from .scoring import Prefill, Scorer
-from .selection import select
+from .budget import allocate, check_allocation, check_gate_exponent, check_kept_fraction, total_budget
+from .scoring import Prefill, Scorer, checked_scores
+from .selection import select, select_global
 
 
 @dataclass(frozen=True)
@@ -17,28 +17,36 @@ class CompactionOptions:
     """How much of a context stays. `GateSightCache` says what each option means.
 
     Raises:
-        ValueError: Kept fraction outside (0, 1], negative prefix, unknown allocation, block size below 1.
+        ValueError: Kept fraction outside (0, 1], negative prefix, unknown allocation, block size below 1 or with
+            `allocation="global"`, gate exponent that is negative or not finite.
     """
 
     kept_fraction: float
     protected_prefix: int = 0
     allocation: str = "gate"
     block_size: int = 1
+    gate_exponent: float = 1.0
 
     def __post_init__(self) -> None:
         check_kept_fraction(self.kept_fraction)
         check_allocation(self.allocation)
+        check_gate_exponent(self.gate_exponent)
         for name, least in (("protected_prefix", 0), ("block_size", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} is a whole number >= {least}, got {value!r}.")
+        if self.allocation == "global" and self.block_size > 1:
+            raise ValueError(
+                "allocation='global' has no blocks, since every head keeps a number of its own: leave block_size at 1."
+            )
 
 
 @dataclass(frozen=True)
 class LayerPlan:
     """What one attention layer keeps: slots `[B, H, N]`, or None for everything; `valid` marks real entries.
 
-    `valid` is `[B, N]`, or `[B, T]` where everything stays and only pads are not real.
+    `valid` is `[B, N]`, or `[B, T]` where everything stays and only pads are not real, or `[B, H, N]` where heads keep
+    different numbers.
     """
 
     indices: Tensor | None
@@ -96,37 +104,65 @@ def plan_compaction(
     if min(lengths) == 0:
         raise ValueError(f"Row {lengths.index(0)} of the context has no tokens, only padding.")
     protected = [min(options.protected_prefix, length) for length in lengths]
-    counts = [
-        allocate(
-            options.kept_fraction,
-            length - first,
-            count,
-            allocation=options.allocation,
-            gate_means=gate_means[row] if gate_means else None,
-            block_size=options.block_size,
-        )
-        for row, (length, first) in enumerate(zip(lengths, protected, strict=True))
-    ]
-    layers = []
-    for j, keys in enumerate(prefill.keys):
-        of_layer = [row[j] for row in counts]
-        if all(k + p == n for k, p, n in zip(of_layer, protected, lengths, strict=True)):
-            slots = keys.shape[2]
-            first_slot = torch.tensor([slots - n for n in lengths], device=keys.device)
-            layers.append(LayerPlan(None, torch.arange(slots, device=keys.device) >= first_slot.unsqueeze(1)))
-            continue
-        scores = scorer.score(prefill, j)
-        if scores.shape != keys.shape[:3]:
-            raise ValueError(
-                f"{scorer} gave scores of shape {tuple(scores.shape)} for entries of shape {tuple(keys.shape[:3])}."
+    evictable = [length - first for length, first in zip(lengths, protected, strict=True)]
+    if options.allocation == "global":
+        budgets = [total_budget(options.kept_fraction, n, count) for n in evictable]
+        layers = _plan_global(prefill, scorer, budgets, options.protected_prefix)
+        kept = [[_fullest_head(layer, row) for layer in layers] for row in range(len(lengths))]
+        entries = sum(budgets)
+    else:
+        counts = [
+            allocate(
+                options.kept_fraction,
+                n,
+                count,
+                allocation=options.allocation,
+                gate_means=gate_means[row] if gate_means else None,
+                gate_exponent=options.gate_exponent,
+                block_size=options.block_size,
             )
-        layers.append(LayerPlan(*select(scores.to(keys.device), of_layer, lengths, options.protected_prefix)))
-    evictable = count * sum(n - p for n, p in zip(lengths, protected, strict=True))
+            for row, n in enumerate(evictable)
+        ]
+        layers = _plan_layers(prefill, scorer, counts, evictable, options.protected_prefix)
+        kept = [[k + protected[row] for k in counts[row]] for row in range(len(lengths))]
+        entries = sum(map(sum, counts))
+    total = count * sum(evictable)
     return Plan(
         layers=layers,
         context=prefill.keys[0].shape[2],
-        kept=[[k + protected[row] for k in counts[row]] for row in range(len(lengths))],
-        achieved_fraction=sum(map(sum, counts)) / evictable if evictable else 1.0,
+        kept=kept,
+        achieved_fraction=entries / total if total else 1.0,
         gate_means=gate_means,
         kv_bytes_before=kv_bytes_before,
     )
+
+
+def _plan_layers(
+    prefill: Prefill, scorer: Scorer, counts: list[list[int]], evictable: list[int], protected_prefix: int
+) -> list[LayerPlan]:
+    """The same number of entries for all heads of a layer."""
+    whole = [all(row[j] == n for row, n in zip(counts, evictable, strict=True)) for j in range(len(prefill.keys))]
+    scores = [] if all(whole) else checked_scores(scorer, prefill)
+    layers = []
+    for j, keys in enumerate(prefill.keys):
+        if whole[j]:
+            slots = keys.shape[2]
+            first_slot = torch.tensor([slots - n for n in prefill.lengths], device=keys.device)
+            layers.append(LayerPlan(None, torch.arange(slots, device=keys.device) >= first_slot.unsqueeze(1)))
+        else:
+            of_layer = [row[j] for row in counts]
+            layers.append(LayerPlan(*select(scores[j], of_layer, prefill.lengths, protected_prefix)))
+    return layers
+
+
+def _plan_global(prefill: Prefill, scorer: Scorer, budgets: list[int], protected_prefix: int) -> list[LayerPlan]:
+    """Entries of all layers and heads compete for one budget."""
+    scores = checked_scores(scorer, prefill)
+    heads = scores[0].shape[1]
+    chosen = select_global(scores, [heads * n for n in budgets], prefill.lengths, protected_prefix)
+    return [LayerPlan(*of_layer) for of_layer in chosen]
+
+
+def _fullest_head(layer: LayerPlan, row: int) -> int:
+    """Entries that it keeps."""
+    return int(layer.valid[row].sum(-1).max())

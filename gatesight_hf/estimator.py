@@ -18,7 +18,7 @@ from torch import Tensor
 from .errors import EstimatorMismatchError
 from .features import AGES, SIGNALS, assemble
 from .hybrid import HybridSpec
-from .scoring import Prefill
+from .scoring import Needs, Prefill
 
 FORMAT_VERSION = 1
 CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
@@ -141,7 +141,7 @@ class Estimator:
         ValueError: A tensor is missing, not expected, of another shape or dtype, or not finite.
     """
 
-    needs_signals = True
+    needs = Needs(signals=True)
 
     def __init__(self, config: EstimatorConfig, tensors: dict[str, Tensor]) -> None:
         shapes = config.tensor_shapes()
@@ -178,7 +178,10 @@ class Estimator:
                 "than that layout has; it was changed by hand or is damaged."
             )
 
-    def score(self, prefill: Prefill, ordinal: int) -> Tensor:
+    def score(self, prefill: Prefill) -> list[Tensor]:
+        return [self._score_layer(prefill, j) for j in range(len(self.config.gdn_windows))]
+
+    def _score_layer(self, prefill: Prefill, ordinal: int) -> Tensor:
         signals = [prefill.signals[i] for i in self.config.gdn_windows[ordinal]]
         batch, slots = signals[0].shape[:2]
         scores = signals[0].new_zeros((batch, self.config.num_key_value_heads, slots), dtype=torch.float32)

@@ -17,7 +17,8 @@ class GateSightAttentionLayer(CacheLayerMixin):
     Attributes:
         kept_keys, kept_values (`Tensor | None`): `[B, H, N, D]`, the compacted context; None before compaction.
         kept_positions (`Tensor | None`): `[B, H, N]`, int32: the slot of the context each kept entry came from.
-        kept_valid (`Tensor | None`): `[B, N]`, bool; None if every kept entry of every row counts.
+        kept_valid (`Tensor | None`): `[B, N]`, or `[B, H, N]` where heads keep different numbers, bool; None if every
+            kept entry counts.
         tail_keys, tail_values (`Tensor`): `[B, H, t, D]`, entries since then.
     """
 
@@ -67,6 +68,11 @@ class GateSightAttentionLayer(CacheLayerMixin):
     def values(self) -> Tensor | None:  # type: ignore[override]
         """All held values `[B, H, N + t, D]`."""
         return None if self.tail_values is None else self._joined(self.kept_values, self.tail_values)
+
+    @property
+    def _ragged(self) -> bool:
+        """Whether heads keep different numbers of entries."""
+        return self.kept_valid is not None and self.kept_valid.ndim == 3
 
     @property
     def kept_length(self) -> int:
@@ -121,9 +127,9 @@ class GateSightAttentionLayer(CacheLayerMixin):
     # -- compaction, forks, rollback -----------------------------------------------------------------------------------
 
     def compact(self, indices: Tensor, valid: Tensor, context: int) -> None:
-        """Keep only the slots `indices` `[B, H, N]` of the first `context` entries; `valid` `[B, N]` marks real ones.
+        """Keep only the slots `indices` `[B, H, N]` of the first `context` entries; `valid` marks real ones.
 
-        Later entries stay. The layer changes only after all its new tensors exist.
+        `valid` is `[B, N]`, or `[B, H, N]`. Later entries stay. The layer changes only after all its new tensors exist.
         """
         assert self.tail_keys is not None and self.tail_values is not None
         index = indices.unsqueeze(-1).expand(-1, -1, -1, self.tail_keys.shape[-1])
@@ -163,20 +169,20 @@ class GateSightAttentionLayer(CacheLayerMixin):
     # -- masks ---------------------------------------------------------------------------------------------------------
 
     def attention_mask(
-        self, query_length: int, padding: Tensor | None, implementation: str, dtype: torch.dtype
+        self, query_length: int, padding: Tensor | None, implementation: str, dtype: torch.dtype, group: int
     ) -> Tensor | None:
         """This layer's own mask for the next `query_length` tokens: kept entries for all, the tail causally.
-
 
         Args:
             query_length: Tokens of the coming update.
             padding: `[B, tokens seen + query_length]`, bool, False at pads, or None if no pad was ever seen.
             implementation: The model's attention implementation.
             dtype: Of the model, for additive masks.
+            group: Query heads of a KV head.
 
         Returns:
-            `[B or 1, 1, query_length, N + t]`: bool for sdpa, additive for eager; None where every query sees every
-            entry (or where the implementation aligns causal masks to the last key by itself).
+            `[B or 1, 1 or heads, query_length, N + t]`: bool for sdpa, additive for eager; None where every query
+            sees every entry (or where the implementation aligns causal masks to the last key by itself).
 
         Raises:
             ValueError: An implementation for which no such mask is known.
@@ -196,10 +202,13 @@ class GateSightAttentionLayer(CacheLayerMixin):
         mask = torch.ones((1, 1, query_length, self.kept_length + tail), dtype=torch.bool, device=device)
         mask[..., self.kept_length :] = mask[..., self.kept_length :].tril(tail - query_length)
         if padded:
-            kept = self.kept_valid if self.kept_valid is not None else mask.new_ones((1, self.kept_length))
-            late = late if late is not None else mask.new_ones((1, tail))
+            # Every part is [rows, query heads or 1, entries].
+            kept = mask.new_ones((1, 1, self.kept_length)) if self.kept_valid is None else self.kept_valid
+            kept = kept.repeat_interleave(group, dim=1) if self._ragged else kept.view(len(kept), 1, -1)
+            late = mask.new_ones((1, tail)) if late is None else late
             rows = max(len(kept), len(late))
-            mask = mask & torch.cat([kept.expand(rows, -1), late.expand(rows, -1)], dim=-1)[:, None, None]
+            late = late.unsqueeze(1).expand(rows, kept.shape[1], -1)
+            mask = mask & torch.cat([kept.expand(rows, -1, -1), late], dim=-1).unsqueeze(2)
         if implementation == "sdpa":
             return mask
         return torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(~mask, torch.finfo(dtype).min)

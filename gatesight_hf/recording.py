@@ -1,43 +1,123 @@
-"""What a cache gathers of a context until compaction: GDN signals and output gates."""
+"""What a cache gathers of a context until compaction: GDN signals, output gates, and what scorers need of attention."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .attention import AttentionView
 from .hybrid import HybridSpec
+from .scoring import Needs, QueryMoments
+
+
+@dataclass(frozen=True)
+class _QuerySums:
+    """Sums over queries, float64: means of long contexts would lose digits in less."""
+
+    count: Tensor
+    first: Tensor
+    second: Tensor
+
+    def moments(self) -> QueryMoments:
+        count = self.count.clamp_min(1)
+        mean = self.first / count[:, None, None]
+        second = self.second / count[:, None, None, None]
+        covariance = second - torch.einsum("bhi,bhj->bhij", mean, mean)
+        return QueryMoments(self.count, mean.float(), covariance.float())
 
 
 class Recording:
-    """Grows by one chunk per forward. Chunks are joined only when a scorer asks for them."""
+    """Grows by one chunk per forward. Chunks are joined only when a scorer asks for them; tensors are never written to.
 
-    def __init__(self, spec: HybridSpec) -> None:
+    Args:
+        spec: Layout of the model.
+        needs: What is gathered of attention layers besides gates.
+    """
+
+    def __init__(self, spec: HybridSpec, needs: Needs) -> None:
+        layers = spec.num_attention_layers
+        self._needs = needs
         self._signals: list[list[Tensor]] = [[] for _ in spec.gdn_layers]
-        self._gate_sums: list[Tensor | None] = [None] * spec.num_attention_layers
+        self._hidden: list[list[Tensor]] = [[] for _ in range(layers)]
+        self._queries: list[Tensor | None] = [None] * layers
+        self._query_sums: list[_QuerySums | None] = [None] * layers
+        self._gate_sums: list[Tensor | None] = [None] * layers
 
-    def copy(self) -> "Recording":
-        """An independent record; tensors are shared, since none is ever written to."""
+    def copy(self, needs: Needs | None = None) -> "Recording":
+        """An independent record that shares all tensors and goes on with `needs`, the same unless given."""
         twin = object.__new__(Recording)
-        twin._signals = [list(chunks) for chunks in self._signals]
-        twin._gate_sums = list(self._gate_sums)
+        twin._needs = needs or self._needs
+        for name, value in vars(self).items():
+            if isinstance(value, list):
+                setattr(twin, name, [list(part) if isinstance(part, list) else part for part in value])
         return twin
 
     def add_signals(self, gdn: int, signals: Tensor) -> None:
         """Take `[B, T, 3, HV]` of GDN ordinal `gdn`."""
         self._signals[gdn].append(signals)
 
-    def add_gate(self, ordinal: int, gate: Tensor, padding: Tensor | None) -> None:
-        """Take the logits `[B, T, heads, head_dim]` of an output gate; `padding` `[B, T]` is False at pads."""
-        per_token = gate.sigmoid().flatten(2).mean(-1, dtype=torch.float32)
-        if padding is not None:
-            per_token = per_token * padding.to(per_token.device)
+    def add_attention(self, ordinal: int, view: AttentionView, first: int, padding: Tensor | None) -> None:
+        """Take one forward of an attention layer.
+
+        Args:
+            ordinal: Of the layer.
+            view: Of the forward.
+            first: Slot of its first token.
+            padding: `[B, tokens seen]`, this forward's included; False at pads.
+        """
+        real = None if padding is None else padding.to(view.hidden.device)
+        if self._needs.hidden:
+            self._hidden[ordinal].append(view.hidden.detach())
+        if self._needs.queries:
+            self._add_queries(ordinal, view.queries.detach())
+        if self._needs.query_moments:
+            self._add_moments(ordinal, view.queries_before_rope.detach(), first, real)
+        per_token = view.gate.detach().sigmoid().flatten(2).mean(-1, dtype=torch.float32)
+        if real is not None:
+            per_token = per_token * real[:, -per_token.shape[1] :]
         new, total = per_token.sum(-1, dtype=torch.float64), self._gate_sums[ordinal]
         self._gate_sums[ordinal] = new if total is None else total + new
+
+    def _add_queries(self, ordinal: int, queries: Tensor) -> None:
+        """Keep the last ones. Cloned, so that they do not hold on to a whole chunk."""
+        held = self._queries[ordinal]
+        joined = queries if held is None else torch.cat([held, queries], dim=1)
+        self._queries[ordinal] = joined[:, -self._needs.queries :].clone()
+
+    def _add_moments(self, ordinal: int, queries: Tensor, first: int, real: Tensor | None) -> None:
+        length = queries.shape[1]
+        if real is None:
+            position = torch.arange(first, first + length, device=queries.device).expand(len(queries), -1)
+        else:
+            position = real.cumsum(-1)[:, -length:] - 1
+        counted = position >= QueryMoments.SKIPPED
+        chosen = queries.double() * counted[:, :, None, None]
+        new = _QuerySums(counted.sum(-1), chosen.sum(1), torch.einsum("bthi,bthj->bhij", chosen, chosen))
+        held = self._query_sums[ordinal]
+        if held is not None:
+            new = _QuerySums(held.count + new.count, held.first + new.first, held.second + new.second)
+        self._query_sums[ordinal] = new
 
     @property
     def signals(self) -> list[Tensor]:
         """Per GDN ordinal `[B, T, 3, HV]`; empty if none were recorded."""
-        return [chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=1) for chunks in self._signals if chunks]
+        return _joined(self._signals)
+
+    @property
+    def hidden(self) -> list[Tensor]:
+        """Per attention ordinal `[B, T, C]`; empty if not needed."""
+        return _joined(self._hidden)
+
+    @property
+    def queries(self) -> list[Tensor]:
+        """Per attention ordinal `[B, t, heads, D]` of the last t tokens; empty if not needed."""
+        return [queries for queries in self._queries if queries is not None]
+
+    @property
+    def query_moments(self) -> list[QueryMoments]:
+        """Per attention ordinal; empty if not needed."""
+        return [sums.moments() for sums in self._query_sums if sums is not None]
 
     @property
     def signal_chunks(self) -> list[Tensor]:
@@ -51,4 +131,14 @@ class Recording:
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
         """Carry a change of the batch dimension through the record."""
         self._signals = [[function(chunk) for chunk in chunks] for chunks in self._signals]
+        self._hidden = [[function(chunk) for chunk in chunks] for chunks in self._hidden]
+        self._queries = [None if queries is None else function(queries) for queries in self._queries]
+        self._query_sums = [
+            None if sums is None else _QuerySums(function(sums.count), function(sums.first), function(sums.second))
+            for sums in self._query_sums
+        ]
         self._gate_sums = [None if total is None else function(total) for total in self._gate_sums]
+
+
+def _joined(layers: list[list[Tensor]]) -> list[Tensor]:
+    return [chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=1) for chunks in layers if chunks]

@@ -1,11 +1,61 @@
 """The one interface that joins every eviction method: a scorer reads a prefill and rates its KV entries."""
 
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
+from .attention import RotaryTables
 from .hybrid import HybridSpec
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a scorer reads of a context besides its keys and values; recorded during prefill only if asked for.
+
+    Attributes:
+        signals: β, g and ‖v‖ of every GDN layer.
+        queries: How many of the last queries of every attention layer.
+        query_moments: Mean and covariance of all queries before RoPE.
+        hidden: Inputs of every attention layer.
+    """
+
+    signals: bool = False
+    queries: int = 0
+    query_moments: bool = False
+    hidden: bool = False
+
+    def __or__(self, other: "Needs") -> "Needs":
+        return Needs(
+            self.signals or other.signals,
+            max(self.queries, other.queries),
+            self.query_moments or other.query_moments,
+            self.hidden or other.hidden,
+        )
+
+    def missing_from(self, recorded: "Needs") -> list[str]:
+        """Names of what `recorded` does not have."""
+        return [name for name in vars(self) if getattr(self, name) > getattr(recorded, name)]
+
+
+@dataclass(frozen=True)
+class QueryMoments:
+    """Moments of one attention layer's queries before RoPE, without the first `SKIPPED` tokens of each row.
+
+    Attributes:
+        count: `[B]`, queries seen.
+        mean: `[B, heads, D]`, float32.
+        covariance: `[B, heads, D, D]`, float32, divided by the count.
+    """
+
+    #: Attention sinks: their queries are unlike all others (Expected Attention, arXiv 2510.00636).
+    SKIPPED = 4
+
+    count: Tensor
+    mean: Tensor
+    covariance: Tensor
 
 
 @dataclass(frozen=True)
@@ -16,9 +66,17 @@ class Prefill:
         spec: Layout of the model.
         lengths: Tokens of each row, padding not counted.
         signals: Per GDN ordinal `[B, T, 3, HV]` in the model's dtype: write gate β, log-decay g, write magnitude ‖v‖
-            (`features.SIGNALS`). Empty unless the scorer needs signals.
+            (`features.SIGNALS`).
         keys: Per attention ordinal `[B, H, T, D]`, with RoPE.
         values: Per attention ordinal `[B, H, T, D]`.
+        queries: Per attention ordinal `[B, t, heads, D]`, with RoPE, of the last t tokens.
+        query_moments: Per attention ordinal.
+        hidden: Per attention ordinal `[B, T, C]`.
+        rotary: Angles of any positions.
+        ids: `[B, T]`; None where embeddings were given.
+        fork: An uncompacted child that goes on from the end of the context and records nothing, for replays.
+
+    `signals`, `queries`, `query_moments` and `hidden` are empty unless the scorer's `needs` name them.
     """
 
     spec: HybridSpec
@@ -26,6 +84,12 @@ class Prefill:
     signals: list[Tensor]
     keys: list[Tensor]
     values: list[Tensor]
+    queries: list[Tensor] = field(default_factory=list)
+    query_moments: list[QueryMoments] = field(default_factory=list)
+    hidden: list[Tensor] = field(default_factory=list)
+    rotary: RotaryTables | None = None
+    ids: Tensor | None = None
+    fork: Callable[[], Any] | None = None
 
 
 @runtime_checkable
@@ -33,14 +97,64 @@ class Scorer(Protocol):
     """An eviction method. Budget, protection, compaction, positions and forks are the cache's and the same for all."""
 
     @property
-    def needs_signals(self) -> bool:
-        """Whether `score` reads `Prefill.signals`; they are recorded only then."""
+    def needs(self) -> Needs:
+        """What `score` reads besides keys and values."""
         ...
 
     def check(self, spec: HybridSpec) -> None:
         """Raise an error that names the mend if this scorer cannot rate a model of this layout."""
         ...
 
-    def score(self, prefill: Prefill, ordinal: int) -> Tensor:
-        """Scores `[B, H, T]`, float32, of the entries of attention ordinal `ordinal`; higher is kept."""
+    def score(self, prefill: Prefill) -> list[Tensor]:
+        """Per attention ordinal, scores `[B, H, T]` of the entries, float32; higher is kept. Pads may hold anything."""
         ...
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """Has a cache record what others need, and is never asked for scores: for forks, which bring their own scorer."""
+
+    needs: Needs = Needs()
+
+    def check(self, spec: HybridSpec) -> None:
+        """Fits every hybrid."""
+
+    def score(self, prefill: Prefill) -> list[Tensor]:
+        raise TypeError("A Recorder gives no scores: compact a fork with a scorer of its own, fork(scorer=…).")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores that were computed before, as a scorer: one scoring serves any number of compactions.
+
+    Attributes:
+        of: Per attention ordinal, `[B, H, T]`.
+    """
+
+    of: list[Tensor]
+    needs: ClassVar[Needs] = Needs()
+
+    def check(self, spec: HybridSpec) -> None:
+        if len(self.of) != spec.num_attention_layers:
+            raise ValueError(f"Scores of {len(self.of)} attention layers for a model of {spec.num_attention_layers}.")
+
+    def score(self, prefill: Prefill) -> list[Tensor]:
+        return self.of
+
+
+def checked_scores(scorer: Scorer, prefill: Prefill) -> list[Tensor]:
+    """What `scorer` gives for `prefill`, on the entries' devices.
+
+    Raises:
+        ValueError: Another number of layers, a wrong shape, or NaN for an entry.
+    """
+    with torch.no_grad():
+        scores = scorer.score(prefill)
+    if len(scores) != len(prefill.keys):
+        raise ValueError(f"{scorer} gave scores of {len(scores)} attention layers, {len(prefill.keys)} are there.")
+    for of_layer, keys in zip(scores, prefill.keys, strict=True):
+        if of_layer.shape != keys.shape[:3]:
+            raise ValueError(
+                f"{scorer} gave scores of shape {tuple(of_layer.shape)} for entries of shape {tuple(keys.shape[:3])}."
+            )
+    return [of_layer.to(keys.device) for of_layer, keys in zip(scores, prefill.keys, strict=True)]

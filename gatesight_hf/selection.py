@@ -30,8 +30,7 @@ def select(scores: Tensor, counts: list[int], lengths: list[int], protected_pref
         candidates = scores[row, :, start + protected :]
         if counts[row] > candidates.shape[-1]:
             raise ValueError(f"Row {row} cannot keep {counts[row]} of {candidates.shape[-1]} evictable entries.")
-        if torch.isnan(candidates).any():
-            raise ValueError("A scorer gave NaN for a KV entry; check its weights and the model's activations.")
+        _refuse_nan(candidates)
         top = candidates.topk(counts[row], dim=-1, sorted=False).indices.sort(dim=-1).values
         head = torch.arange(start, start + protected, device=scores.device).expand(heads, -1)
         rows.append(torch.cat([head, top + (start + protected)], dim=-1))
@@ -43,3 +42,53 @@ def select(scores: Tensor, counts: list[int], lengths: list[int], protected_pref
         indices[row, :, : slots_kept.shape[-1]] = slots_kept
         valid[row, : slots_kept.shape[-1]] = True
     return indices, valid
+
+
+def select_global(
+    scores: list[Tensor], totals: list[int], lengths: list[int], protected_prefix: int = 0
+) -> list[tuple[Tensor, Tensor]]:
+    """The protected prefix and the best entries of all layers and heads together, in position order.
+
+    Heads keep different numbers; each layer is filled up to its fullest head with slot 0, marked invalid (the
+    non-uniform head budgets of KVzip, arXiv 2505.23416).
+
+    Args:
+        scores: Per layer `[B, H, T]`, float; higher is kept.
+        totals: Entries that all heads of all layers keep together outside the protected prefix, for each row.
+        lengths, protected_prefix: See `select`.
+
+    Returns:
+        Per layer `(indices, valid)`, `[B, H, N]` each.
+
+    Raises:
+        ValueError: A score that is NaN.
+    """
+    batch, _, slots = scores[0].shape
+    keep = [torch.zeros_like(of_layer, dtype=torch.bool) for of_layer in scores]
+    for row in range(batch):
+        start = slots - lengths[row]
+        first = start + min(protected_prefix, lengths[row])
+        candidates = torch.cat([of_layer[row, :, first:].flatten().to(scores[0].device) for of_layer in scores])
+        _refuse_nan(candidates)
+        chosen = torch.zeros_like(candidates, dtype=torch.bool)
+        chosen[candidates.topk(totals[row], sorted=False).indices] = True
+        of_layers = chosen.split([of_layer[row, :, first:].numel() for of_layer in scores])
+        for mask, part in zip(keep, of_layers, strict=True):
+            mask[row, :, start:first] = True
+            mask[row, :, first:] = part.view(mask.shape[1], -1).to(mask.device)
+    return [_packed(mask) for mask in keep]
+
+
+def _packed(keep: Tensor) -> tuple[Tensor, Tensor]:
+    """Slots of the True entries of `[B, H, T]`, ascending, filled up with slot 0; and which of them are real."""
+    counts = keep.sum(-1, keepdim=True)
+    width = int(counts.max())
+    # A stable sort of True before False leaves both in position order.
+    order = keep.logical_not().to(torch.uint8).argsort(dim=-1, stable=True)[..., :width]
+    valid = torch.arange(width, device=keep.device) < counts
+    return order.masked_fill(~valid, 0), valid
+
+
+def _refuse_nan(scores: Tensor) -> None:
+    if torch.isnan(scores).any():
+        raise ValueError("A scorer gave NaN for a KV entry; check its weights and the model's activations.")

@@ -1,4 +1,4 @@
-"""Hooks that hand a model's own signals to the cache of the call: β, g, ‖v‖ and output-gate means.
+"""Hooks that hand a model's own signals to the cache of the call: β, g, ‖v‖, and views of its attention layers.
 
 The hooks are stateless and are attached once per model. Each finds its cache among the arguments of the call and does
 nothing when that is not a GateSight cache, so that many caches, of any kind, can interleave on one model. Signals come
@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.activations import ACT2FN
 
 from ._compat import CACHE_ARGUMENTS, cache_argument, cache_of_call
+from .attention import VIEWED, AttentionView
 from .hybrid import FamilyAdapter, HybridModules, HybridSpec, adapter_for, find_modules
 
 
@@ -30,8 +31,8 @@ class SignalSink(ABC):
         """Whether GDN signals of the current forward are to be recorded."""
 
     @abstractmethod
-    def wants_gates(self) -> bool:
-        """Whether output gates of the current forward are to be recorded."""
+    def wants_attention(self) -> bool:
+        """Whether views of the attention layers of the current forward are to be recorded."""
 
     @abstractmethod
     def begin_forward(self, model_inputs: dict[str, Any]) -> dict[str, Any]:
@@ -50,8 +51,8 @@ class SignalSink(ABC):
         """Take `[B, T, 3, HV]` of GDN ordinal `gdn`."""
 
     @abstractmethod
-    def record_gate(self, ordinal: int, gate: Tensor) -> None:
-        """Take the output gate of attention ordinal `ordinal`: logits `[B, T, heads, head_dim]`."""
+    def record_attention(self, ordinal: int, view: AttentionView) -> None:
+        """Take the view of attention ordinal `ordinal`, whose entries the cache holds already."""
 
     @abstractmethod
     def mask_for(self, ordinal: int, mask: Any, query: Tensor, implementation: str) -> Any:
@@ -77,6 +78,7 @@ class _Call:
     sink: SignalSink
     layer: Any
     context: Tensor | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -172,9 +174,9 @@ def _before_attention(key: tuple[int, str, int], layer: Any, args: Any, kwargs: 
     sink = cache_of_call(kwargs)
     if not isinstance(sink, SignalSink):
         return None
-    if sink.wants_gates():
-        _calls.by_key[key] = _Call(sink, layer)
-    query = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    if sink.wants_attention():
+        _calls.by_key[key] = _Call(sink, layer, kwargs=kwargs)
+    query = kwargs["hidden_states"]
     mask = sink.mask_for(key[2], kwargs.get("attention_mask"), query, layer.config._attn_implementation)
     return args, {**kwargs, "attention_mask": mask}
 
@@ -196,11 +198,10 @@ def _before_out_proj(key: tuple[int, str, int], adapter: FamilyAdapter, module: 
         call.sink.record_signals(key[2], signals)
 
 
-def _after_q_proj(
-    key: tuple[int, str, int], adapter: FamilyAdapter, module: nn.Module, args: Any, output: Tensor
-) -> None:
+def _before_o_proj(key: tuple[int, str, int], adapter: FamilyAdapter, module: nn.Module, args: Any) -> None:
     if (call := _calls.by_key.pop(key, None)) is not None:
-        call.sink.record_gate(key[2], adapter.output_gate(call.layer, output.detach()))
+        view = AttentionView.of(adapter, call.layer, call.kwargs, call.outputs)
+        call.sink.record_attention(key[2], view)
 
 
 def _generate(model: Any, before: Any, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -253,7 +254,9 @@ class SignalHooks:
         for j, attention in enumerate(modules.attention):
             key = (id(self), "attention", j)
             add(attention.register_forward_pre_hook(partial(_before_attention, key), with_kwargs=True))
-            add(attention.q_proj.register_forward_hook(partial(_after_q_proj, key, adapter)))  # type: ignore[union-attr]
+            for name in VIEWED:
+                add(getattr(attention, name).register_forward_hook(partial(_keep_output, key, name)))
+            add(attention.o_proj.register_forward_pre_hook(partial(_before_o_proj, key, adapter)))  # type: ignore[union-attr]
             add(attention.register_forward_hook(partial(_after_layer, key), always_call=True))
         modules.decoder._gatesight_hooks = self  # type: ignore[assignment]
 

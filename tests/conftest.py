@@ -20,6 +20,7 @@ from transformers import (
 from gatesight_hf import Estimator, EstimatorConfig, GateSightCache, Prefill
 from gatesight_hf._compat import cache_argument
 from gatesight_hf.hybrid import HybridSpec
+from gatesight_hf.scoring import Needs
 
 torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
@@ -142,13 +143,13 @@ def random_estimator(model: Any, seed: int = 0, **options: Any) -> Estimator:
 class KeyNorm:
     """A scorer that needs no signals."""
 
-    needs_signals = False
+    needs = Needs()
 
     def check(self, spec: HybridSpec) -> None:
         pass
 
-    def score(self, prefill: Prefill, ordinal: int) -> Tensor:
-        return prefill.keys[ordinal].float().norm(dim=-1)
+    def score(self, prefill: Prefill) -> list[Tensor]:
+        return [keys.float().norm(dim=-1) for keys in prefill.keys]
 
 
 def cache_kwargs(model: Any, cache: Any) -> dict[str, Any]:
@@ -210,12 +211,16 @@ def evicted_of(cache: GateSightCache, row: int, length: int) -> list[Tensor]:
         assert layer.kept_positions is not None
         slots = int(layer.get_seq_length() - layer.tail_length)
         kept = layer.kept_positions[row].long()
+        valid = torch.ones_like(kept, dtype=torch.bool)
         if layer.kept_valid is not None:
-            kept = kept[:, layer.kept_valid[row]]
-        tokens = kept - (slots - length)
-        assert (tokens >= 0).all(), "padding was kept"
-        assert (tokens.diff(dim=-1) > 0).all(), "entries twice or out of order"
-        gone.append(torch.ones(len(kept), length, dtype=torch.bool).scatter_(1, tokens, False))
+            valid &= layer.kept_valid[row]
+        evicted = torch.ones(len(kept), length, dtype=torch.bool)
+        for head in range(len(kept)):
+            tokens = kept[head, valid[head]] - (slots - length)
+            assert (tokens >= 0).all(), "padding was kept"
+            assert (tokens.diff() > 0).all(), "entries twice or out of order"
+            evicted[head, tokens] = False
+        gone.append(evicted)
     return gone
 
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from gatesight_hf.budget import ALLOCATIONS, PYRAMID_BETA, allocate, check_kept_fraction, layer_weights, total_budget
+from gatesight_hf.budget import PYRAMID_BETA, SHARED, allocate, check_kept_fraction, layer_weights, total_budget
 
 pytestmark = pytest.mark.core
 
@@ -53,7 +53,7 @@ def test_the_total_is_the_fraction_rounded_half_up(fraction):
         assert total_budget(float(fraction), length, layers) == min(entries, max(layers, expected))
 
 
-@pytest.mark.parametrize("allocation", ALLOCATIONS)
+@pytest.mark.parametrize("allocation", SHARED)
 def test_layers_sum_to_the_total_and_stay_within_bounds(allocation):
     for length, layers, fraction, seed in itertools.product(LENGTHS, LAYERS, FRACTIONS, (1, 3)):
         kept = allocate(fraction, length, layers, allocation=allocation, gate_means=random_gates(layers, seed))
@@ -64,7 +64,7 @@ def test_layers_sum_to_the_total_and_stay_within_bounds(allocation):
 
 def test_every_allocation_keeps_the_same_number():
     for length, fraction in itertools.product(LENGTHS, FRACTIONS):
-        totals = {sum(allocate(fraction, length, 3, allocation=a, gate_means=[0.9, 0.1, 0.4])) for a in ALLOCATIONS}
+        totals = {sum(allocate(fraction, length, 3, allocation=a, gate_means=[0.9, 0.1, 0.4])) for a in SHARED}
         assert len(totals) == 1
 
 
@@ -111,12 +111,12 @@ def test_pyramid_falls_evenly_to_the_mean_over_beta():
 
 
 def test_everything_is_kept_at_one():
-    for allocation, length in itertools.product(ALLOCATIONS, LENGTHS):
+    for allocation, length in itertools.product(SHARED, LENGTHS):
         assert allocate(1.0, length, 4, allocation=allocation, gate_means=[0.9, 0.01, 0.3, 0.3]) == [length] * 4
 
 
 def test_a_budget_below_one_entry_per_layer_leaves_one():
-    for allocation, length in itertools.product(ALLOCATIONS, (1, 2, 5, 1000)):
+    for allocation, length in itertools.product(SHARED, (1, 2, 5, 1000)):
         assert allocate(1e-9, length, 4, allocation=allocation, gate_means=[0.9, 0.01, 0.3, 0.3]) == [1] * 4
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gatesight_hf import GateSightCache
-from gatesight_hf.budget import ALLOCATIONS
+from gatesight_hf.budget import SHARED
 from gatesight_hf.layers import GateSightAttentionLayer
 
 from .conftest import (
@@ -38,7 +38,7 @@ CONTEXT = 43
 @pytest.mark.parametrize("protected", [0, 1, 4, 100])
 def test_kept_totals_are_exact(dense, length, protected):
     whole = prefilled(dense, random_ids(length), protected_prefix=protected)
-    for fraction, allocation in itertools.product((1e-6, 0.1, 0.5, 0.9, 1.0), ALLOCATIONS):
+    for fraction, allocation in itertools.product((1e-6, 0.1, 0.5, 0.9, 1.0), SHARED):
         cache = whole.fork()
         cache.options = replace(cache.options, kept_fraction=fraction, allocation=allocation)
         report = cache.compact()

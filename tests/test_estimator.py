@@ -73,7 +73,7 @@ def plain_score(estimator: Estimator, prefill: Prefill, ordinal: int, row: int, 
 def test_scores_are_those_of_a_plain_mlp_per_head(dense, lengths):
     estimator, prefill = random_estimator(dense, window=4), random_prefill(dense, lengths)
     for ordinal in range(2):
-        scores = estimator.score(prefill, ordinal)
+        scores = estimator.score(prefill)[ordinal]
         assert scores.dtype == torch.float32
         assert scores.shape == (len(lengths), 2, max(lengths))
         assert not scores.isnan().any()
@@ -86,17 +86,16 @@ def test_scores_are_those_of_a_plain_mlp_per_head(dense, lengths):
 @pytest.mark.parametrize("tokens", [1, 3, 22, 23, 24])
 def test_pieces_do_not_matter(dense, monkeypatch, tokens):
     estimator, prefill = random_estimator(dense), random_prefill(dense, [23, 7])
-    whole = [estimator.score(prefill, ordinal) for ordinal in range(2)]
+    whole = estimator.score(prefill)
     monkeypatch.setattr(estimator_module, "TOKENS_PER_CHUNK", tokens)
-    for ordinal in range(2):
-        torch.testing.assert_close(estimator.score(prefill, ordinal), whole[ordinal], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(estimator.score(prefill), whole, rtol=1e-5, atol=1e-5)
 
 
 def test_signals_in_bf16_are_scored_in_float32(dense):
     estimator, prefill = random_estimator(dense), random_prefill(dense, [11])
     low = replace(prefill, signals=[signal.bfloat16() for signal in prefill.signals])
     same = replace(prefill, signals=[signal.float() for signal in low.signals])
-    assert torch.equal(estimator.score(low, 1), estimator.score(same, 1))
+    assert torch.equal(estimator.score(low)[1], estimator.score(same)[1])
 
 
 def test_an_estimator_is_a_scorer(dense):

@@ -107,9 +107,9 @@ def test_tokens_after_a_half_way_failure_are_never_lost(dense, second_layer_fail
 @pytest.mark.parametrize("value", [torch.nan, "shape"])
 def test_a_scorer_that_fails_changes_nothing(dense, value):
     class Wrong(KeyNorm):
-        def score(self, prefill: Any, ordinal: int) -> Tensor:
-            good = super().score(prefill, ordinal)
-            return good if ordinal == 0 else good[..., 1:] if value == "shape" else torch.full_like(good, value)
+        def score(self, prefill: Any) -> list[Tensor]:
+            first, second = super().score(prefill)
+            return [first, second[..., 1:] if value == "shape" else torch.full_like(second, value)]
 
     cache = prefilled(dense, random_ids(CONTEXT), scorer=Wrong(), kept_fraction=0.3)
     before = cache.report()

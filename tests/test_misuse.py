@@ -232,7 +232,7 @@ def test_new_ids_after_a_context_of_embeddings(dense, new, expected):
 
 def test_an_attention_implementation_without_such_masks(dense, parent, expected):
     with pytest.raises(ValueError, match=r"not 'flex_attention'.*set_attn_implementation\('sdpa'\)"):
-        parent.attention_layers[0].attention_mask(6, None, "flex_attention", torch.float32)
+        parent.attention_layers[0].attention_mask(6, None, "flex_attention", torch.float32, 3)
     assert_usable(dense, parent, expected)
 
 

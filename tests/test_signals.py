@@ -157,7 +157,7 @@ def recording_is_an_error(dense: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(signals, "gdn_signals", fail)
     monkeypatch.setattr(GateSightCache, "record_signals", fail)
-    monkeypatch.setattr(GateSightCache, "record_gate", fail)
+    monkeypatch.setattr(GateSightCache, "record_attention", fail)
 
 
 @pytest.mark.usefixtures("recording_is_an_error")

@@ -1,17 +1,11 @@
 """Utilities equal what brute-force deletion of KV entries gives."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from gatesight_hf._compat import cache_argument
-from gatesight_hf.cache import GateSightCache
-from gatesight_hf.hybrid import HybridSpec, find_modules
-from gatesight_hf.methods import RandomScorer
 from gatesight_hf.training.metrics import mass_covered, overlap, spearman
-from gatesight_hf.training.utility import QUERIES_PER_CHUNK, capture_queries, entry_utilities, normalise
+from gatesight_hf.training.utility import QUERIES_PER_CHUNK, entry_utilities, normalise
 
 pytestmark = pytest.mark.core
 
@@ -67,43 +61,6 @@ def test_chunks_of_queries_do_not_matter() -> None:
         for t in range(count)
     ]
     assert torch.allclose(whole, torch.stack(parts).amax(0), rtol=1e-5, atol=1e-8)
-
-
-def test_captured_queries_reproduce_the_attention_of_the_model(dense: Any) -> None:
-    """softmax(q k) v of the captured queries is what the layer multiplies with its output gate and projects."""
-    spec = HybridSpec.from_config(dense.config)
-    modules = find_modules(dense, spec)
-    cache = GateSightCache(RandomScorer(), dense, 1.0)
-    outputs: dict[int, Tensor] = {}
-    gates: dict[int, Tensor] = {}
-    handles = []
-    for j, attention in enumerate(modules.attention):
-        handles.append(attention.o_proj.register_forward_pre_hook(lambda _m, args, j=j: outputs.update({j: args[0]})))
-        handles.append(attention.q_proj.register_forward_hook(lambda _m, _a, out, j=j: gates.update({j: out})))
-    ids = torch.randint(1, 128, (1, 17), generator=torch.Generator().manual_seed(4))
-    try:
-        with torch.no_grad(), capture_queries(dense, spec, cache) as queries:
-            dense(ids, **{cache_argument(dense): cache})
-    finally:
-        for handle in handles:
-            handle.remove()
-    groups = spec.num_attention_heads // spec.num_key_value_heads
-    for j, layer in enumerate(cache.attention_layers):
-        assert layer.keys is not None and layer.values is not None
-        query = queries[j][0].transpose(1, 2)
-        key, value = (x.repeat_interleave(groups, dim=1) for x in (layer.keys, layer.values))
-        attended = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
-        gate = gates[j].unflatten(-1, (-1, 2, spec.head_dim))[..., 1, :].sigmoid()
-        assert torch.allclose((attended * gate).flatten(2), outputs[j], atol=1e-6)
-
-
-def test_captures_leave_no_hook_and_ignore_other_caches(dense: Any) -> None:
-    spec = HybridSpec.from_config(dense.config)
-    before = [len(a.q_norm._forward_hooks) for a in find_modules(dense, spec).attention]
-    with torch.no_grad(), capture_queries(dense, spec, object()) as queries:
-        dense(torch.tensor([[1, 2, 3]]))
-    assert queries == [[], []]
-    assert [len(a.q_norm._forward_hooks) for a in find_modules(dense, spec).attention] == before
 
 
 def test_metrics_on_known_orders() -> None:

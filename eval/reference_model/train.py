@@ -34,7 +34,9 @@ LEVELS = [(24, 3, True), (48, 5, True), (96, 8, True), (192, 10, False), (384, 1
 MIXED_FROM = 3
 MIXED_LEVELS = (6, 4, 4, 2, 1, 1, 1, 1)
 #: In proportion to how hard they are to learn.
-MIXED_TASKS = ("multi_value", "multi_query", "vt", *6 * ("lookup",), *4 * ("copy",))
+MIXED_TASKS = ("multi_query", *2 * ("multi_value",), *2 * ("vt",), *3 * ("lookup",), *4 * ("copy",))
+#: Words of the bare form of a needle, which fills dense contexts from end to end.
+SHORT_NEEDLE = len(documents.needle("key", "1234", short=True))
 
 
 def build_config(vocab_size: int, hidden_size: int) -> Qwen3_5TextConfig:
@@ -120,11 +122,13 @@ def sample_document(rng: random.Random, level: int, task: str) -> documents.Docu
     if task == "lookup":
         return documents.lookup(rng, length, count=min(24, max(2, length // 8)), asked=24)
     if task == "copy":
-        return documents.copy_context(rng, length, span=min(64, length // 3), start=None if rng.random() < 0.7 else 0)
+        return documents.copy_context(rng, length, span=min(96, length // 2), start=None if rng.random() < 0.7 else 0)
     # Mostly as many records as fit: dense supervision, and more than the GDN states can hold.
     count = most if rng.random() < 0.7 else rng.randint(1, most)
     repeated = level >= MIXED_FROM and rng.random() < 0.15
     use_short = short or rng.random() < 0.2
+    if use_short and not short and rng.random() < 0.5:
+        count = min(len(words.MAGIC_WORDS), length // SHORT_NEEDLE)
     return documents.needles(rng, length, count, asked=24, short=use_short, repeated=repeated)
 
 
@@ -166,6 +170,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--question-weight", type=float, default=0.5, help="loss weight of the words of questions")
     parser.add_argument("--easier", type=float, default=0.4, help="share of steps on easier levels")
     parser.add_argument("--mix", type=float, default=0.6, help="share of steps on tasks other than needles")
+    parser.add_argument(
+        "--mixed-tasks", nargs="+", default=MIXED_TASKS, help="those tasks; repeat one for a larger share"
+    )
+    parser.add_argument(
+        "--mixed-levels", type=int, nargs="+", default=MIXED_LEVELS, help="how often they are drawn from each level"
+    )
     parser.add_argument("--advance-at", type=float, default=0.95, help="answer-token accuracy that ends a level")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--checkpoint-seconds", type=float, default=60.0, help="seconds between checkpoints")
@@ -217,6 +227,7 @@ def main() -> None:
     log = (args.out / "log.jsonl").open("a")
     bar = tqdm(total=int(60 * args.minutes), unit="s", dynamic_ncols=True)
     sums = {"loss": 0.0, "answers": 0, "right": 0, "penalty": 0.0, "steps": 0}
+    by_task: dict[str, list[int]] = {}
     with fast_delta_rule():
         while (now := time.monotonic()) - begun < 60 * args.minutes:
             state["seconds"] = before + now - begun
@@ -231,8 +242,9 @@ def main() -> None:
             level = current if current == 0 or rng.random() > args.easier else rng.randrange(current)
             task = "needles"
             if current >= MIXED_FROM and rng.random() < args.mix:
-                task = rng.choice(MIXED_TASKS)
-                level = rng.choices(range(current + 1), MIXED_LEVELS[: current + 1])[0]
+                task = rng.choice(args.mixed_tasks)
+                weights = args.mixed_levels[: current + 1]
+                level = rng.choices(range(len(weights)), weights)[0]
             ids, targets, is_answer, is_question = sample_batch(rng, level, task, index, args.tokens_per_step)
             logits = model(input_ids=ids, use_cache=False).logits
             losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
@@ -249,6 +261,9 @@ def main() -> None:
 
             right = int(((logits.argmax(-1) == targets) & is_answer).sum())
             answers = int(is_answer.sum())
+            task_sums = by_task.setdefault(task, [0, 0])
+            task_sums[0] += right
+            task_sums[1] += answers
             state["step"] += 1
             state["tokens"] += ids.numel()
             sums["loss"] += float(loss)
@@ -269,10 +284,11 @@ def main() -> None:
                     "penalty": round(sums["penalty"] / sums["steps"], 5),
                     "answer_accuracy": round(sums["right"] / max(1, sums["answers"]), 4),
                     "length": LEVELS[current][0],
+                    "by_task": {name: round(n / max(1, of), 3) for name, (n, of) in sorted(by_task.items())},
                 }
                 log.write(json.dumps(line) + "\n")
                 log.flush()
-                sums = dict.fromkeys(sums, 0)
+                sums, by_task = dict.fromkeys(sums, 0), {}
             bar.n = int(time.monotonic() - begun)
             bar.set_postfix(level=LEVELS[state["level"]][0], acc=f"{state['accuracy']:.3f}", step=state["step"])
             if time.monotonic() - saved_at > args.checkpoint_seconds:

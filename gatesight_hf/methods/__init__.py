@@ -1,5 +1,20 @@
 """Other eviction methods, as scorers behind the interface of `gatesight_hf.scoring`."""
 
-from .controls import RandomScorer
+from .controls import OracleScorer, RandomScorer
+from .keys import KeyDiff, KeyNorm, LagKV, StreamingLLM
+from .kvzip import KVzip
+from .queries import ExpectedAttention, SnapKV
+from .triattention import TriAttention
 
-__all__ = ["RandomScorer"]
+__all__ = [
+    "ExpectedAttention",
+    "KVzip",
+    "KeyDiff",
+    "KeyNorm",
+    "LagKV",
+    "OracleScorer",
+    "RandomScorer",
+    "SnapKV",
+    "StreamingLLM",
+    "TriAttention",
+]

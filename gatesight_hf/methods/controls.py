@@ -1,12 +1,16 @@
-"""Controls: what every method has to beat."""
+"""Controls: what every method has to beat, and what none can."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from .._compat import cache_argument
+from ..attention import capture_attention
 from ..hybrid import HybridSpec
-from ..scoring import Prefill
+from ..scoring import Needs, Prefill
+from ..training.utility import entry_utilities, normalise
 
 
 @dataclass(frozen=True)
@@ -14,12 +18,50 @@ class RandomScorer:
     """Uniform scores, drawn for each layer, head and entry; the same seed gives the same scores."""
 
     seed: int = 0
-    needs_signals: bool = False
+    needs: ClassVar[Needs] = Needs()
 
     def check(self, spec: HybridSpec) -> None:
         """Random eviction fits every model."""
 
-    def score(self, prefill: Prefill, ordinal: int) -> Tensor:
-        keys = prefill.keys[ordinal]
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + ordinal)
-        return torch.rand(keys.shape[:3], generator=generator).to(keys.device)
+    def score(self, prefill: Prefill) -> list[Tensor]:
+        scores = []
+        for ordinal, keys in enumerate(prefill.keys):
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + ordinal)
+            scores.append(torch.rand(keys.shape[:3], generator=generator).to(keys.device))
+        return scores
+
+
+@dataclass(frozen=True)
+class OracleScorer:
+    """True utility of every entry for given continuations, such as questions with their answers: an upper bound.
+
+    The training target (`training.utility`) for what will really come, which no query-agnostic method knows.
+
+    Args:
+        model: The model that the cache belongs to.
+        continuations: Token ids that follow the context, each on a fork of its own; contexts of one row only.
+    """
+
+    model: Any = field(repr=False)
+    continuations: tuple[tuple[int, ...], ...] = field(repr=False)
+    needs: ClassVar[Needs] = Needs()
+
+    def check(self, spec: HybridSpec) -> None:
+        """Fits every hybrid."""
+        if not self.continuations or not all(self.continuations):
+            raise ValueError("OracleScorer needs at least one continuation, and tokens in each.")
+
+    def score(self, prefill: Prefill) -> list[Tensor]:
+        if len(prefill.lengths) > 1 or prefill.fork is None:
+            raise ValueError(f"OracleScorer rates one context at a time, got a batch of {len(prefill.lengths)} rows.")
+        spec, context = prefill.spec, prefill.lengths[0]
+        best = [keys.new_zeros((keys.shape[1], context), dtype=torch.float32) for keys in prefill.keys]
+        for continuation in self.continuations:
+            child = prefill.fork()
+            ids = torch.tensor([continuation], device=prefill.keys[0].device)
+            with torch.no_grad(), capture_attention(self.model, spec, child) as views:
+                self.model(ids, **{cache_argument(self.model): child}, use_cache=True, logits_to_keep=1)
+            for j, (layer, (view,)) in enumerate(zip(child.attention_layers, views, strict=True)):
+                new = entry_utilities(view.queries[0], layer.keys[0], layer.values[0], context, spec.head_dim**-0.5)
+                best[j] = torch.maximum(best[j], new)
+        return [normalise(utilities).unsqueeze(0) for utilities in best]

@@ -17,23 +17,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .._compat import cache_argument
+from ..attention import capture_attention
 from ..cache import GateSightCache
 from ..hybrid import HybridSpec
-from ..scoring import Prefill
-from .utility import capture_queries, entry_utilities, normalise
-
-
-@dataclass(frozen=True)
-class _SignalsOnly:
-    """A scorer that is never asked: it makes the cache record signals."""
-
-    needs_signals: bool = True
-
-    def check(self, spec: HybridSpec) -> None:
-        """Fits every hybrid."""
-
-    def score(self, prefill: Prefill, ordinal: int) -> Tensor:
-        raise AssertionError("with a kept fraction of 1 nothing is scored")
+from ..scoring import Needs, Recorder
+from .utility import entry_utilities, normalise
 
 
 @dataclass(frozen=True)
@@ -69,7 +57,7 @@ def document_utilities(model: Any, ids: Tensor, sampling: Sampling, seed: int) -
     """
     spec = HybridSpec.from_config(model.config)
     name = cache_argument(model)
-    parent = GateSightCache(_SignalsOnly(), model, kept_fraction=1.0, allocation="flat")
+    parent = GateSightCache(Recorder(Needs(signals=True)), model, kept_fraction=1.0, allocation="flat")
     utilities = torch.zeros(spec.num_attention_layers, spec.num_key_value_heads, ids.shape[1])
     with torch.no_grad():
         model(ids, **{name: parent}, use_cache=True, logits_to_keep=1)
@@ -92,12 +80,12 @@ def document_utilities(model: Any, ids: Tensor, sampling: Sampling, seed: int) -
             for row in sampled[:, ids.shape[1] :]:
                 row = torch.cat([start[0], _until_end(row[len(prompt) :], model.generation_config.eos_token_id)])
                 child = parent.fork()
-                with capture_queries(model, spec, child) as queries:
+                with capture_attention(model, spec, child) as views:
                     model(row.unsqueeze(0), **{name: child}, use_cache=True, logits_to_keep=1)
                 for j, layer in enumerate(child.attention_layers):
                     assert layer.keys is not None and layer.values is not None
                     new = entry_utilities(
-                        queries[j][0][0], layer.keys[0], layer.values[0], ids.shape[1], spec.head_dim**-0.5
+                        views[j][0].queries[0], layer.keys[0], layer.values[0], ids.shape[1], spec.head_dim**-0.5
                     )
                     utilities[j] = torch.maximum(utilities[j], new.cpu())
     return signals, normalise(utilities)

@@ -6,63 +6,11 @@ of that change, taken over all query heads of the group together, over the queri
 gate is left out (GateSight paper, section "Training target").
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from .._compat import cache_of_call
-from ..hybrid import HybridSpec, find_modules
-
 #: Queries handled at a time: bounds the scratch memory at `groups x QUERIES x T` numbers.
 QUERIES_PER_CHUNK = 64
-
-
-def apply_rotary(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding on the first `cos.shape[-1]` channels; the others pass (partial RoPE).
-
-    Args:
-        states: `[B, T, heads, D]`.
-        cos, sin: `[B, T, rotary channels]`.
-    """
-    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
-    rotary, passed = states[..., : cos.shape[-1]], states[..., cos.shape[-1] :]
-    first, second = rotary.chunk(2, dim=-1)
-    return torch.cat([rotary * cos + torch.cat([-second, first], dim=-1) * sin, passed], dim=-1)
-
-
-@contextmanager
-def capture_queries(model: Any, spec: HybridSpec, cache: Any) -> Iterator[list[list[Tensor]]]:
-    """Collect the rotated queries of every attention layer in forwards with `cache`.
-
-    Yields:
-        Per attention ordinal, a list of `[B, T, heads, D]`, one per forward.
-    """
-    modules = find_modules(model, spec)
-    queries: list[list[Tensor]] = [[] for _ in modules.attention]
-    rotation: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def before(ordinal: int, module: Any, args: Any, kwargs: Any) -> None:
-        rotation.pop(ordinal, None)
-        if cache_of_call(kwargs) is cache:
-            rotation[ordinal] = kwargs["position_embeddings"]
-
-    def after_norm(ordinal: int, module: Any, args: Any, output: Tensor) -> None:
-        if ordinal in rotation:
-            queries[ordinal].append(apply_rotary(output.detach(), *rotation[ordinal]))
-
-    handles = []
-    for j, attention in enumerate(modules.attention):
-        handles.append(attention.register_forward_pre_hook(partial(before, j), with_kwargs=True))
-        handles.append(attention.q_norm.register_forward_hook(partial(after_norm, j)))  # type: ignore[union-attr]
-    try:
-        yield queries
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def entry_utilities(queries: Tensor, keys: Tensor, values: Tensor, context: int, scale: float) -> Tensor:

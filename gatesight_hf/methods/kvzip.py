@@ -1,0 +1,127 @@
+"""KVzip: the context is repeated to the model, and entries are rated by the attention that the repetition pays them."""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .._compat import cache_argument
+from ..attention import capture_attention
+from ..errors import CacheStateError
+from ..hybrid import HybridSpec
+from ..scoring import Needs, Prefill
+from .base import positive, protect
+
+FIRST_PROMPT = "\n\nRepeat the previous context exactly."
+LATER_PROMPT = "\n\nRepeat the part of the previous context exactly, starting with"
+#: Tokens of the previous chunk that the later prompt quotes.
+QUOTED = 8
+#: Replayed queries handled at a time: bounds the scratch memory.
+QUERIES_PER_STEP = 256
+
+
+@dataclass(frozen=True)
+class KVzip:
+    """Largest attention of a teacher-forced repetition of the context (arXiv 2505.23416).
+
+    Each chunk of the context is fed once more, after a prompt to repeat it, to a fork of the cache that holds the whole
+    context and GDN states of its own. Of the replay's attention over (first entries, this chunk, the replay itself) an
+    entry's score is the largest over replayed tokens and the GQA group. It costs one to two more forwards.
+    In the paper all heads of all layers share one budget: `allocation="global"`.
+
+    Args:
+        model: The model that the cache belongs to.
+        tokenizer: Its tokenizer, for the prompts.
+        chunk: Context tokens of one replay.
+        sinks: First entries, in the softmax of every chunk and always kept.
+        prompts: To repeat the first chunk, and a later one; the tokens that it starts with are appended.
+        suffix: Between prompt and repetition, for example the assistant header of a chat template.
+    """
+
+    model: Any = field(repr=False)
+    tokenizer: Any = field(repr=False)
+    chunk: int = 2048
+    sinks: int = 4
+    prompts: tuple[str, str] = (FIRST_PROMPT, LATER_PROMPT)
+    suffix: str = "\n"
+    needs: ClassVar[Needs] = Needs()
+
+    def __post_init__(self) -> None:
+        positive("chunk", self.chunk)
+        positive("sinks", self.sinks, least=0)
+
+    def check(self, spec: HybridSpec) -> None:
+        """Raises ValueError if the model is of another layout."""
+        own = HybridSpec.from_config(self.model.config)
+        if own.fingerprint != spec.fingerprint:
+            raise ValueError(f"KVzip was given {own.describe()}, but the cache is for {spec.describe()}.")
+
+    def score(self, prefill: Prefill) -> list[Tensor]:
+        if prefill.ids is None or prefill.fork is None:
+            raise CacheStateError("KVzip repeats the context by its token ids, but the cache was given embeddings.")
+        scores = [keys.new_zeros(keys.shape[:3], dtype=torch.float32) for keys in prefill.keys]
+        slots = prefill.ids.shape[1]
+        for row, length in enumerate(prefill.lengths):
+            parent = prefill.fork()
+            if len(prefill.lengths) > 1:
+                parent.batch_select_indices(torch.tensor([row]))
+            ids = prefill.ids[row, slots - length :]
+            for start in range(0, length, self.chunk):
+                stop = min(length, start + self.chunk)
+                self._replay(prefill, parent.fork(), row, ids, start, stop, scores)
+            for of_layer in scores:
+                of_layer[row, :, slots - length :] = protect(of_layer[row, :, slots - length :], first=self.sinks)
+        return scores
+
+    def _replay(
+        self, prefill: Prefill, child: Any, row: int, ids: Tensor, start: int, stop: int, scores: list[Tensor]
+    ) -> None:
+        """Repeat the tokens `start … stop-1` of a row on `child` and write down their scores in every layer."""
+        replay = torch.cat([self._prompt(ids, start), ids[start:stop]]).unsqueeze(0)
+        first = prefill.keys[0].shape[2] - len(ids)
+        with torch.no_grad(), capture_attention(self.model, prefill.spec, child) as views:
+            self.model(replay, **{cache_argument(self.model): child}, use_cache=True, logits_to_keep=1)
+        for of_layer, keys, (view,) in zip(scores, prefill.keys, views, strict=True):
+            sinks = keys[row, :, first : first + min(self.sinks, start)]
+            chunk = keys[row, :, first + start : first + stop]
+            of_layer[row, :, first + start : first + stop] = replay_scores(
+                view.queries[0], sinks, chunk, view.keys[0].transpose(0, 1), prefill.spec.head_dim**-0.5
+            )
+
+    def _prompt(self, ids: Tensor, start: int) -> Tensor:
+        def encoded(text: str) -> Tensor:
+            # Without any text some tokenizers give floats.
+            return torch.tensor(
+                self.tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.long, device=ids.device
+            )
+
+        parts = [encoded(self.prompts[1]), ids[max(0, start - QUOTED) : start]] if start else [encoded(self.prompts[0])]
+        return torch.cat([*parts, encoded(self.suffix)])
+
+
+def replay_scores(queries: Tensor, sinks: Tensor, chunk: Tensor, replay: Tensor, scale: float) -> Tensor:
+    """Largest attention that any query pays to each key of the chunk.
+
+    Args:
+        queries: `[Q, heads, D]`, with RoPE.
+        sinks, chunk: `[H, s, D]` and `[H, c, D]`, keys that every query sees.
+        replay: `[H, Q, D]`, the queries' own keys, seen causally.
+        scale: Of the logits.
+
+    Returns:
+        `[H, c]`, float32.
+    """
+    heads, count = chunk.shape[0], queries.shape[0]
+    keys = torch.cat([sinks, chunk, replay], dim=1).float()
+    seen, own = sinks.shape[1] + chunk.shape[1], torch.arange(count, device=keys.device)
+    best = keys.new_zeros(heads, chunk.shape[1])
+    for head in range(heads):
+        group = queries.float().unflatten(1, (heads, -1))[:, head]
+        for start in range(0, count, QUERIES_PER_STEP):
+            steps = own[start : start + QUERIES_PER_STEP]
+            logits = torch.einsum("qgd,td->qgt", group[steps], keys[head]) * scale
+            logits[..., seen:].masked_fill_(own > steps[:, None, None], float("-inf"))
+            weights = logits.softmax(-1)[..., sinks.shape[1] : seen]
+            best[head] = torch.maximum(best[head], weights.amax((0, 1)))
+    return best

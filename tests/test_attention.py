@@ -1,0 +1,133 @@
+"""The attention view holds what the module computed: from it the module's own output can be made again."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gatesight_hf import GateSightCache
+from gatesight_hf.attention import apply_rotary, capture_attention, rotary_tables
+from gatesight_hf.hybrid import HybridSpec, find_modules
+from gatesight_hf.scoring import Needs, Recorder
+
+from .conftest import assert_same, forward, left_padded, padded, random_ids
+
+pytestmark = pytest.mark.core
+
+LENGTH = 17
+
+
+def outputs_of(model: Any, run: Any) -> list[list[Tensor]]:
+    """What each attention module returns, forward by forward."""
+    seen: list[list[Tensor]] = []
+    handles = []
+    for module in find_modules(model, HybridSpec.from_config(model.config)).attention:
+        chunks: list[Tensor] = []
+        seen.append(chunks)
+        handles.append(module.register_forward_hook(lambda _m, _a, out, chunks=chunks: chunks.append(out[0])))
+    run()
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize("chunks", [[LENGTH], [9, 8], [16, 1]])
+def test_the_view_reproduces_the_output_of_the_module(any_model: Any, chunks: list[int]) -> None:
+    """o_proj(σ(gate) ⊙ softmax(q kᵀ/√D) v), with all keys and values of the forwards so far."""
+    spec = HybridSpec.from_config(any_model.config)
+    modules = find_modules(any_model, spec)
+    cache = GateSightCache(Recorder(), any_model, allocation="flat")
+    ids = random_ids(LENGTH, rows=2)
+    with capture_attention(any_model, spec, cache) as views:
+        outputs = outputs_of(any_model, lambda: [forward(any_model, part, cache) for part in ids.split(chunks, dim=1)])
+    group = spec.num_attention_heads // spec.num_key_value_heads
+    for module, of_layer, expected, layer in zip(
+        modules.attention, views, outputs, cache.attention_layers, strict=True
+    ):
+        queries, keys, values, gate = (
+            torch.cat([getattr(view, name) for view in of_layer], dim=1)
+            for name in ("queries", "keys", "values", "gate")
+        )
+        assert layer.keys is not None and layer.values is not None
+        assert_same(keys.transpose(1, 2), layer.keys)
+        assert_same(values.transpose(1, 2), layer.values)
+        logits = torch.einsum("bqhd,bkhd->bhqk", queries, keys.repeat_interleave(group, dim=2)) * spec.head_dim**-0.5
+        weights = logits.masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf).softmax(-1)
+        attended = torch.einsum("bhqk,bkhd->bqhd", weights, values.repeat_interleave(group, dim=2))
+        made: Any = module.o_proj  # type: ignore[union-attr]
+        assert_same(made((attended * gate.sigmoid()).flatten(2)), torch.cat(expected, dim=1))
+
+
+def test_rotary_turns_only_its_own_channels_and_back(dense: Any) -> None:
+    spec = HybridSpec.from_config(dense.config)
+    cos, sin = rotary_tables(find_modules(dense, spec).decoder)(torch.arange(5, 9))
+    assert cos.shape == (4, spec.head_dim // 4)
+    states = torch.randn(3, 4, spec.head_dim)
+    turned = apply_rotary(states, cos, sin)
+    assert torch.equal(turned[..., 8:], states[..., 8:])
+    assert (turned[..., :8] - states[..., :8]).abs().max() > 0.1
+    assert_same(apply_rotary(turned, cos, -sin), states)
+
+
+def test_captures_leave_no_hook_and_ignore_other_caches(dense: Any) -> None:
+    spec = HybridSpec.from_config(dense.config)
+    modules = find_modules(dense, spec).attention
+    names = ("q_norm", "k_norm", "q_proj", "v_proj")
+
+    def count() -> list[int]:
+        return [len(getattr(module, name)._forward_hooks) for module in modules for name in names]  # type: ignore[union-attr, arg-type]
+
+    before = count()
+    with capture_attention(dense, spec, object()) as views:
+        dense(torch.tensor([[1, 2, 3]]))
+    assert views == [[], []]
+    with pytest.raises(ValueError, match="input_ids"), capture_attention(dense, spec, None):
+        dense()
+    assert count() == before
+
+
+# -- what a cache records for scorers ----------------------------------------------------------------------------------
+
+EVERYTHING = Needs(signals=True, queries=6, query_moments=True, hidden=True)
+
+
+def recorded(model: Any, ids: Tensor, chunks: list[int], mask: Tensor | None = None) -> Any:
+    cache = GateSightCache(Recorder(EVERYTHING), model, allocation="flat")
+    spec, seen = HybridSpec.from_config(model.config), 0
+    with capture_attention(model, spec, cache) as views:
+        for part in ids.split(chunks, dim=1):
+            seen += part.shape[1]
+            forward(model, part, cache, **({} if mask is None else padded(mask[:, :seen], part.shape[1])))
+    return cache.prefill(), views
+
+
+@pytest.mark.parametrize("chunks", [[LENGTH], [2, 3, 12], [16, 1], [1] * LENGTH])
+def test_records_of_attention_do_not_depend_on_chunks(dense: Any, chunks: list[int]) -> None:
+    prefill, _ = recorded(dense, random_ids(LENGTH, rows=2), chunks)
+    whole, views = recorded(dense, random_ids(LENGTH, rows=2), [LENGTH])
+    for j, (view,) in enumerate(views):
+        assert_same(prefill.queries[j], view.queries[:, -6:], 1e-4)
+        assert_same(prefill.hidden[j], view.hidden, 1e-4)
+        counted = view.queries_before_rope[:, 4:].double()
+        moments = prefill.query_moments[j]
+        assert moments.count.tolist() == [LENGTH - 4] * 2
+        assert_same(moments.mean.double(), counted.mean(1), 1e-4)
+        for head in range(counted.shape[2]):
+            for row in range(2):
+                expected = torch.cov(counted[row, :, head].T, correction=0)
+                assert_same(moments.covariance[row, head].double(), expected, 1e-3)
+    assert_same(whole.hidden[1], views[1][0].hidden)
+
+
+def test_moments_leave_out_pads(dense: Any) -> None:
+    """The first four real tokens of each row are skipped, wherever they stand."""
+    rows = [random_ids(LENGTH, seed=1), random_ids(7, seed=2)]
+    ids, mask = left_padded(rows)
+    batch, _ = recorded(dense, ids, [12, 5], mask)
+    for row, alone in enumerate(rows):
+        single, _ = recorded(dense, alone, [alone.shape[1]])
+        for j in range(2):
+            assert batch.query_moments[j].count[row] == alone.shape[1] - 4
+            assert_same(batch.query_moments[j].mean[row], single.query_moments[j].mean[0], 1e-4)
+            assert_same(batch.query_moments[j].covariance[row], single.query_moments[j].covariance[0], 1e-4)
