@@ -52,6 +52,11 @@ def _add_train(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     verb.add_argument("--epochs", type=int, default=30)
     verb.add_argument("--window", type=int, default=6, help="nearest GDN layers below an attention layer that are read")
     verb.add_argument("--hidden-size", type=int, default=64)
+    verb.add_argument(
+        "--hidden-states",
+        action="store_true",
+        help="also fit the same MLPs on hidden states, for comparison (KVzap's inputs), into OUT/hidden_states",
+    )
     verb.add_argument("--seed", type=int, default=0)
     verb.add_argument("--json", action="store_true", help="print JSON")
     verb.set_defaults(run=_train)
@@ -64,6 +69,13 @@ def _train(args: argparse.Namespace) -> None:
     print(json.dumps(metrics, indent=2) if args.json else format_metrics(metrics))
 
 
+def _add_evaluation(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from gatesight_eval.cli import add_evaluate, add_report
+
+    add_evaluate(verbs)
+    add_report(verbs)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status. Errors that a user can mend are one line on stderr."""
     parser = argparse.ArgumentParser(prog="gatesight", description=__doc__)
@@ -71,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     _add_demo(verbs)
     _add_train(verbs)
+    _add_evaluation(verbs)
     args = parser.parse_args(arguments)
     try:
         args.run(args)

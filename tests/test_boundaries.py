@@ -18,7 +18,7 @@ from gatesight_hf.methods import RandomScorer
 from gatesight_hf.reference import documents, load_model, load_tokenizer
 from gatesight_hf.signals import attach
 from gatesight_hf.training import collect as collecting
-from gatesight_hf.training.collect import Sampling, document_utilities
+from gatesight_hf.training.collect import Sampling, document_tensors
 from gatesight_hf.training.run import weights_digest
 
 pytestmark = pytest.mark.core
@@ -138,7 +138,7 @@ def test_a_prompt_with_an_end_token_keeps_its_continuations(dense: Any, monkeypa
 
     monkeypatch.setattr(collecting, "_until_end", watched)
     monkeypatch.setattr(dense.generation_config, "eos_token_id", 1)
-    document_utilities(dense, IDS, Sampling(continuations=2, tokens=6, prompts=((5, 1, 7),)), 0)
+    document_tensors(dense, IDS, Sampling(continuations=2, tokens=6, prompts=((5, 1, 7),)), 0)
     assert len(rows) == 2 and all(1 <= length <= 6 for length in rows)
 
 

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gatesight_hf import Estimator, EstimatorConfig, EstimatorMismatchError, GateSightCache, Prefill, Scorer
-from gatesight_hf import estimator as estimator_module
+from gatesight_hf import Estimator, EstimatorConfig, EstimatorMismatchError, GateSightCache, Prefill, Scorer, mlp
 from gatesight_hf.hybrid import HybridSpec
 
 from .conftest import random_config, random_estimator, random_tensors, tiny_model
@@ -42,7 +41,8 @@ def change_weights(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> 
 def random_prefill(model: Any, lengths: list[int]) -> Prefill:
     spec = HybridSpec.from_config(model.config)
     shape = (len(lengths), max(lengths), 3, spec.num_value_heads)
-    return Prefill(spec, lengths, [torch.randn(shape) for _ in spec.gdn_layers], [], [])
+    entries = [torch.empty(len(lengths), 2, max(lengths), 0) for _ in spec.attention_layers]
+    return Prefill(spec, lengths, [torch.randn(shape) for _ in spec.gdn_layers], entries, entries)
 
 
 def plain_score(estimator: Estimator, prefill: Prefill, ordinal: int, row: int, head: int) -> Tensor:
@@ -87,7 +87,7 @@ def test_scores_are_those_of_a_plain_mlp_per_head(dense, lengths):
 def test_pieces_do_not_matter(dense, monkeypatch, tokens):
     estimator, prefill = random_estimator(dense), random_prefill(dense, [23, 7])
     whole = estimator.score(prefill)
-    monkeypatch.setattr(estimator_module, "TOKENS_PER_CHUNK", tokens)
+    monkeypatch.setattr(mlp, "TOKENS_PER_CHUNK", tokens)
     torch.testing.assert_close(estimator.score(prefill), whole, rtol=1e-5, atol=1e-5)
 
 

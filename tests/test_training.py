@@ -2,20 +2,32 @@
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from gatesight_hf import Estimator, GateSightCache
+from gatesight_hf import Estimator, EstimatorMismatchError, GateSightCache
 from gatesight_hf.cli import main
 from gatesight_hf.estimator import EstimatorConfig
 from gatesight_hf.hybrid import HybridSpec
+from gatesight_hf.methods import HiddenStateConfig, HiddenStateScorer
 from gatesight_hf.training import collect as collecting
 from gatesight_hf.training.collect import Sampling, Shard, collect, read_shards
-from gatesight_hf.training.fit import FitOptions, fit, gather_moments, layer_inputs, log_target
+from gatesight_hf.training.fit import (
+    FitOptions,
+    fit,
+    gather_moments,
+    hidden_state_inputs,
+    log_target,
+    mlp_scores,
+    signal_inputs,
+)
 from gatesight_hf.training.run import claim_folder, read_texts, reference_texts, tokenized
+
+from .conftest import prefilled, tiny_model
 
 pytestmark = pytest.mark.core
 
@@ -29,18 +41,18 @@ def documents(count: int, length: int = 40) -> list[list[int]]:
 
 def test_a_killed_collection_goes_on_where_it_stopped(dense: Any, tmp_path: Path, monkeypatch: Any) -> None:
     made: list[int] = []
-    original = collecting.document_utilities
+    original = collecting.document_tensors
 
-    def dies_at_the_third(model: Any, ids: Any, sampling: Any, seed: int) -> Any:
+    def dies_at_the_third(model: Any, ids: Any, sampling: Any, seed: int, hidden_states: bool) -> Any:
         if len(made) == 2:
             raise KeyboardInterrupt
         made.append(seed)
         return original(model, ids, sampling, seed)
 
-    monkeypatch.setattr(collecting, "document_utilities", dies_at_the_third)
+    monkeypatch.setattr(collecting, "document_tensors", dies_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         collect(dense, documents(4), tmp_path / "run", SAMPLING, "documents")
-    monkeypatch.setattr(collecting, "document_utilities", original)
+    monkeypatch.setattr(collecting, "document_tensors", original)
     stamps = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "run").iterdir()}
     shards = collect(dense, documents(4), tmp_path / "run", SAMPLING, "documents")
     assert len(stamps) == 2 and all((tmp_path / "run" / name).stat().st_mtime_ns == at for name, at in stamps.items())
@@ -55,6 +67,33 @@ def test_shards_hold_the_signals_of_a_plain_prefill_and_normalised_utilities(den
     assert shard.utilities.shape == (2, 2, 40)
     assert torch.allclose(shard.utilities.amax(-1), torch.ones(2, 2)) and (shard.utilities >= 0).all()
     assert len(shard.signals) == 6 and all(signal.shape == (40, 3, 4) for signal in shard.signals)
+    assert shard.hidden == []
+
+
+def test_a_scorer_on_hidden_states_is_fitted_saved_and_scores_as_in_training(dense: Any, tmp_path: Path) -> None:
+    """Its metrics stand beside the estimator's, and a cache that records hidden states gives it the same inputs."""
+    paths = collect(dense, documents(6), tmp_path / "data", SAMPLING, "documents", hidden_states=True)
+    spec = HybridSpec.from_config(dense.config)
+    hidden_config = HiddenStateConfig.for_model(spec, "tiny", 64, hidden_size=8)
+    config = EstimatorConfig.for_model(spec, "tiny", hidden_size=8)
+    fitted = fit(config, paths[:5], paths[5:], FitOptions(epochs=2), hidden_config)
+    assert "mlp on hidden states" in fitted.metrics
+    assert fitted.hidden_states is not None
+    fitted.hidden_states.save_pretrained(tmp_path / "scorer")
+    scorer = HiddenStateScorer.from_pretrained(tmp_path / "scorer")
+
+    (shard,) = read_shards(paths[5:])
+    cache = prefilled(dense, torch.tensor(documents(6)[5:]), [17, 23], scorer=scorer, allocation="flat")
+    for j, scores in enumerate(cache.score().of):
+        layer = {name: scorer.tensors[f"layers.{j}.{name}"] for name in
+                 ("input_mean", "input_std", "weight_in", "bias_in", "weight_out", "bias_out")}  # fmt: skip
+        expected = mlp_scores(layer, hidden_state_inputs(shard, j))
+        assert torch.allclose(scores[0], expected, atol=1e-3)
+
+    with pytest.raises(ValueError, match="kind None"):
+        HiddenStateConfig.from_dict(asdict(config))
+    with pytest.raises(EstimatorMismatchError, match="hidden-states"):
+        GateSightCache(scorer, tiny_model(num_key_value_heads=3))
 
 
 def planted_shards(folder: Path, config: EstimatorConfig, count: int) -> list[Path]:
@@ -77,7 +116,8 @@ def planted_shards(folder: Path, config: EstimatorConfig, count: int) -> list[Pa
 def test_the_mlp_finds_what_no_baseline_can(dense: Any, tmp_path: Path) -> None:
     config = EstimatorConfig.for_model(HybridSpec.from_config(dense.config), "planted", hidden_size=16)
     train, held_out = planted_shards(tmp_path / "t", config, 24), planted_shards(tmp_path / "e", config, 4)
-    estimator, metrics, singles = fit(config, train, held_out, FitOptions(epochs=40))
+    fitted = fit(config, train, held_out, FitOptions(epochs=40))
+    estimator, metrics, singles = fitted.estimator, fitted.metrics, fitted.best_single_signals
     assert metrics["mlp"]["overlap@10"] > 0.5 and metrics["mlp"]["spearman"] > 0.9
     for baseline in ("ridge", "best single signal", "age only"):
         assert metrics[baseline]["overlap@10"] < 0.3
@@ -90,9 +130,9 @@ def test_the_mlp_finds_what_no_baseline_can(dense: Any, tmp_path: Path) -> None:
 def test_streamed_ridge_equals_least_squares(dense: Any, tmp_path: Path) -> None:
     config = EstimatorConfig.for_model(HybridSpec.from_config(dense.config), "planted")
     paths = planted_shards(tmp_path / "t", config, 5)
-    weights, bias = gather_moments(config, paths)[1].ridge(strength=1e-9)
+    weights, bias = gather_moments(signal_inputs(config), paths)[1].ridge(strength=1e-9)
     shards = list(read_shards(paths))
-    inputs = torch.cat([layer_inputs(config, shard, 1) for shard in shards]).double()
+    inputs = torch.cat([signal_inputs(config)(shard, 1) for shard in shards]).double()
     targets = torch.cat([log_target(shard.utilities[1]).T for shard in shards]).double()
     design = torch.cat([inputs, torch.ones(len(inputs), 1, dtype=torch.float64)], dim=1)
     expected = design @ torch.linalg.lstsq(design, targets).solution
@@ -163,7 +203,7 @@ def test_training_and_evaluation_documents_are_disjoint() -> None:
 
 
 def test_shard_length() -> None:
-    assert Shard([], torch.zeros(2, 3, 17)).length == 17
+    assert Shard([], [], torch.zeros(2, 3, 17)).length == 17
 
 
 def test_shards_of_other_documents_are_not_taken(dense: Any, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 import transformers
 from tqdm import tqdm
 
+from gatesight_eval.controls import empty_attention_cache
 from gatesight_hf import GateSightCache
 from gatesight_hf._compat import cache_argument
 from gatesight_hf.methods import RandomScorer
@@ -25,15 +26,6 @@ from gatesight_hf.reference import MODEL_PATH, documents, load_model, load_token
 GATES = {"niah_single_1": 0.95, "niah_single_2": 0.95, "niah_multikey": 0.90}
 EMPTIED_SHARE = 0.35
 ROWS_PER_BATCH = 10
-
-
-def empty_attention_cache(cache: GateSightCache) -> None:
-    """Drop every KV entry of the context; GDN states and the logical length stay."""
-    for layer in cache.attention_layers:
-        assert layer.kept_keys is not None and layer.kept_values is not None and layer.kept_positions is not None
-        layer.evicted += layer.kept_length
-        layer.kept_keys, layer.kept_values = layer.kept_keys[:, :, :0], layer.kept_values[:, :, :0]
-        layer.kept_positions = layer.kept_positions[:, :, :0]
 
 
 def exact_matches(model: Any, tokenizer: Any, items: list[documents.Document]) -> tuple[int, int]:

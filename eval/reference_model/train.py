@@ -122,7 +122,8 @@ def sample_document(rng: random.Random, level: int, task: str) -> documents.Docu
     if task == "lookup":
         return documents.lookup(rng, length, count=min(24, max(2, length // 8)), asked=24)
     if task == "copy":
-        return documents.copy_context(rng, length, span=min(96, length // 2), start=None if rng.random() < 0.7 else 0)
+        start = None if rng.random() < 0.7 else 0
+        return documents.copy_context(rng, length, min(96, length // 2), start, shuffled=rng.random() < 0.5)
     # Mostly as many records as fit: dense supervision, and more than the GDN states can hold.
     count = most if rng.random() < 0.7 else rng.randint(1, most)
     repeated = level >= MIXED_FROM and rng.random() < 0.15

@@ -215,10 +215,18 @@ def lookup(rng: random.Random, length: int, count: int = 4, asked: int = 1) -> D
     return Document(words, questions, planted)
 
 
-def copy_context(rng: random.Random, length: int, span: int = 24, start: int | None = None) -> Document:
-    """Repeat a span of the context verbatim: what KVzip's replay asks of a model (arXiv 2505.23416)."""
+def copy_context(
+    rng: random.Random, length: int, span: int = 24, start: int | None = None, shuffled: bool = False
+) -> Document:
+    """Repeat a span of the context verbatim: what KVzip's replay asks of a model (arXiv 2505.23416).
+
+    `shuffled` puts the words out of order, so that nothing but the context tells what comes next.
+    """
     facts = [needle(key, _number(rng)) for key in rng.sample(MAGIC_WORDS, max(1, length // 96))]
     words, planted = _scatter(rng, facts, length, repeated=False)
+    if shuffled:
+        rng.shuffle(words)
+        planted = []
     start = rng.randrange(0, max(1, len(words) - span - 8)) if start is None else start
     if start == 0:
         return Document(words, [Question("repeat the previous context exactly .".split(), words[:span])], planted)

@@ -43,26 +43,33 @@ class Sampling:
     seed: int = 0
 
 
-def document_utilities(model: Any, ids: Tensor, sampling: Sampling, seed: int) -> tuple[list[Tensor], Tensor]:
-    """Signals and utilities of one document.
+def document_tensors(
+    model: Any, ids: Tensor, sampling: Sampling, seed: int, hidden_states: bool = False
+) -> dict[str, Tensor]:
+    """What a shard holds of one document, besides its ids.
 
     Args:
         model: A hybrid model in evaluation mode.
         ids: `[1, T]`.
         sampling: See `Sampling`.
         seed: Of this document.
+        hidden_states: Whether to take the inputs of attention layers too.
 
     Returns:
-        Per GDN ordinal the signals `[T, 3, HV]`, and utilities `[L, H, T]`, float32, max-normalised per layer and head.
+        `signals.{i}` `[T, 3, HV]` per GDN ordinal; `hidden.{j}` `[T, C]` per attention ordinal if asked for; and
+        `utilities` `[L, H, T]`, float32, max-normalised per layer and head.
     """
     spec = HybridSpec.from_config(model.config)
     name = cache_argument(model)
-    parent = GateSightCache(Recorder(Needs(signals=True)), model, kept_fraction=1.0, allocation="flat")
+    needs = Needs(signals=True, hidden=hidden_states)
+    parent = GateSightCache(Recorder(needs), model, kept_fraction=1.0, allocation="flat")
     utilities = torch.zeros(spec.num_attention_layers, spec.num_key_value_heads, ids.shape[1])
     with torch.no_grad():
         model(ids, **{name: parent}, use_cache=True, logits_to_keep=1)
         record = parent.prefill()
-        signals = [signal[0].cpu() for signal in record.signals]
+        tensors = {f"signals.{i}": signal[0].cpu().contiguous() for i, signal in enumerate(record.signals)}
+        tensors |= {f"hidden.{j}": hidden[0].cpu().contiguous() for j, hidden in enumerate(record.hidden)}
+        del record
         parent.compact()
         for k, prompt in enumerate(sampling.prompts):
             start = torch.tensor([prompt], dtype=torch.long, device=ids.device)
@@ -88,7 +95,7 @@ def document_utilities(model: Any, ids: Tensor, sampling: Sampling, seed: int) -
                         views[j][0].queries[0], layer.keys[0], layer.values[0], ids.shape[1], spec.head_dim**-0.5
                     )
                     utilities[j] = torch.maximum(utilities[j], new.cpu())
-    return signals, normalise(utilities)
+    return {**tensors, "utilities": normalise(utilities)}
 
 
 def _until_end(row: Tensor, end: int | list[int] | None) -> Tensor:
@@ -115,6 +122,7 @@ def collect(
     sampling: Sampling,
     label: str,
     total: int | None = None,
+    hidden_states: bool = False,
 ) -> list[Path]:
     """Write one shard per document into `folder`; returns the shards in document order.
 
@@ -125,6 +133,7 @@ def collect(
         sampling: How continuations are drawn.
         label: Of the progress bar.
         total: Documents expected, for the progress bar.
+        hidden_states: See `document_tensors`.
 
     Raises:
         ValueError: A shard that is there already was made from another document.
@@ -143,19 +152,25 @@ def collect(
                     f"--data folder, or remove {folder}."
                 )
             continue
-        signals, utilities = document_utilities(model, tensor, sampling, sampling.seed + k)
+        stored = document_tensors(model, tensor, sampling, sampling.seed + k, hidden_states)
         partial = shard.with_suffix(".partial")
-        stored = {f"signals.{i}": signal.contiguous() for i, signal in enumerate(signals)}
-        save_file({**stored, "utilities": utilities, "ids": tensor[0].cpu()}, partial)
+        save_file({**stored, "ids": tensor[0].cpu()}, partial)
         partial.replace(shard)
     return shards
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One document of training data: signals `[T, 3, HV]` per GDN ordinal and utilities `[L, H, T]`."""
+    """One document of training data.
+
+    Attributes:
+        signals: Per GDN ordinal `[T, 3, HV]`.
+        hidden: Per attention ordinal `[T, C]`; empty if not collected.
+        utilities: `[L, H, T]`.
+    """
 
     signals: list[Tensor]
+    hidden: list[Tensor]
     utilities: Tensor
 
     @property
@@ -167,5 +182,9 @@ def read_shards(paths: Sequence[Path]) -> Iterator[Shard]:
     """One shard in memory at a time."""
     for path in paths:
         tensors = load_file(path)
-        count = sum(name.startswith("signals.") for name in tensors)
-        yield Shard([tensors[f"signals.{i}"] for i in range(count)], tensors["utilities"])
+
+        def numbered(kind: str, tensors: dict[str, Tensor] = tensors) -> list[Tensor]:
+            count = sum(name.startswith(f"{kind}.") for name in tensors)
+            return [tensors[f"{kind}.{i}"] for i in range(count)]
+
+        yield Shard(numbered("signals"), numbered("hidden"), tensors["utilities"])

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from ..estimator import Estimator, EstimatorConfig
 from ..features import AGES, assemble, feature_names
+from ..methods.hidden import HiddenStateConfig, HiddenStateScorer, hidden_inputs
 from .collect import Shard, read_shards
 from .metrics import METRICS, overlap
 
@@ -26,8 +27,10 @@ UTILITY_FLOOR = 1e-4
 #: Tokens of one document in one step.
 TOKENS_PER_STEP = 8192
 
-#: Scores `[H, T]` of one document for one attention layer from its inputs `[T, F]`, not standardised.
-ScoreFunction = Callable[[int, Tensor], Tensor]
+#: Inputs `[T, F]` of one document for one attention layer, not standardised.
+InputFunction = Callable[[Shard, int], Tensor]
+#: Scores `[H, T]` of one document for one attention layer.
+ScoreFunction = Callable[[Shard, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,16 @@ class FitOptions:
     seed: int = 0
 
 
-def layer_inputs(config: EstimatorConfig, shard: Shard, ordinal: int) -> Tensor:
-    """Estimator inputs of one document for one attention layer, `[T, F]`."""
-    return assemble([shard.signals[i] for i in config.gdn_windows[ordinal]], 0, shard.length, 0, shard.length)
+def signal_inputs(config: EstimatorConfig) -> InputFunction:
+    """What the estimator reads."""
+    return lambda shard, j: assemble(
+        [shard.signals[i] for i in config.gdn_windows[j]], 0, shard.length, 0, shard.length
+    )
+
+
+def hidden_state_inputs(shard: Shard, ordinal: int) -> Tensor:
+    """What the hidden-state scorer reads."""
+    return hidden_inputs(shard.hidden[ordinal], 0, shard.length)
 
 
 def log_target(utilities: Tensor) -> Tensor:
@@ -76,13 +86,13 @@ class Moments:
         return weights, target_mean - mean @ weights
 
 
-def gather_moments(config: EstimatorConfig, paths: Sequence[Path]) -> list[Moments]:
-    """One pass over the training shards."""
+def gather_moments(inputs_of: InputFunction, paths: Sequence[Path]) -> list[Moments]:
+    """One pass over the training shards; one entry per attention layer."""
     moments: list[Moments] = []
     for shard in tqdm(read_shards(paths), total=len(paths), desc="statistics", unit="document"):
-        for j in range(len(config.gdn_windows)):
-            inputs = layer_inputs(config, shard, j).double()
-            targets = log_target(shard.utilities[j]).double().T
+        for j, utilities in enumerate(shard.utilities):
+            inputs = inputs_of(shard, j).double()
+            targets = log_target(utilities).double().T
             new = Moments(len(inputs), inputs.sum(0), inputs.T @ inputs, targets.sum(0), inputs.T @ targets)
             if len(moments) <= j:
                 moments.append(new)
@@ -93,16 +103,17 @@ def gather_moments(config: EstimatorConfig, paths: Sequence[Path]) -> list[Momen
 
 @torch.enable_grad()
 def fit_mlps(
-    config: EstimatorConfig,
+    inputs_of: InputFunction,
+    width: int,
     paths: Sequence[Path],
     moments: Sequence[Moments],
     options: FitOptions,
     columns: slice = slice(None),
     label: str = "fit",
 ) -> list[dict[str, Tensor]]:
-    """Train the MLPs of all layers and heads on the inputs `columns`; returns each layer's tensors."""
+    """Train the MLPs of all layers and heads, `width` wide, on the inputs `columns`; returns each layer's tensors."""
     generator = torch.Generator().manual_seed(options.seed)
-    heads, width = config.num_key_value_heads, config.hidden_size
+    heads = len(moments[0].targets)
     layers: list[dict[str, Tensor]] = []
     for moment in moments:
         size = len(moment.mean[columns])
@@ -126,7 +137,7 @@ def fit_mlps(
             token = torch.randperm(shard.length, generator=generator)[:TOKENS_PER_STEP]
             loss = torch.zeros(())
             for j, (layer, moment) in enumerate(zip(layers, moments, strict=True)):
-                inputs = layer_inputs(config, shard, j)[token][:, columns]
+                inputs = inputs_of(shard, j)[token][:, columns]
                 inputs = ((inputs - moment.mean[columns]) / moment.std[columns]).float()
                 loss = loss + F.mse_loss(_mlps(layer, inputs), log_target(shard.utilities[j][:, token]))
             optimiser.zero_grad()
@@ -159,7 +170,7 @@ def best_single_signals(config: EstimatorConfig, paths: Sequence[Path]) -> list[
     sums: list[Any] = [0.0] * len(config.gdn_windows)
     for shard in tqdm(read_shards(paths), total=len(paths), desc="single signals", unit="document"):
         for j in range(len(config.gdn_windows)):
-            columns = layer_inputs(config, shard, j)[:, : -len(AGES)].T
+            columns = signal_inputs(config)(shard, j)[:, : -len(AGES)].T
             signed = torch.stack([columns, -columns])
             found = torch.stack(
                 [overlap(signed, utilities.expand_as(signed)) for utilities in shard.utilities[j]], dim=0
@@ -172,52 +183,81 @@ def best_single_signals(config: EstimatorConfig, paths: Sequence[Path]) -> list[
     return best
 
 
-def evaluate(
-    config: EstimatorConfig, paths: Sequence[Path], methods: dict[str, ScoreFunction]
-) -> dict[str, dict[str, float]]:
+def evaluate(paths: Sequence[Path], methods: dict[str, ScoreFunction]) -> dict[str, dict[str, float]]:
     """Mean of each metric over documents, layers and heads, for each method."""
     sums = {name: dict.fromkeys(METRICS, 0.0) for name in methods}
+    count = 0
     for shard in tqdm(read_shards(paths), total=len(paths), desc="evaluation", unit="document"):
-        for j in range(len(config.gdn_windows)):
-            inputs = layer_inputs(config, shard, j)
+        for j, utilities in enumerate(shard.utilities):
+            count += 1
             for name, score in methods.items():
-                scores = score(j, inputs)
+                scores = score(shard, j)
                 for metric, function in METRICS.items():
-                    sums[name][metric] += float(function(scores, shard.utilities[j]).mean())
-    count = len(paths) * len(config.gdn_windows)
+                    sums[name][metric] += float(function(scores, utilities).mean())
     return {name: {metric: total / count for metric, total in row.items()} for name, row in sums.items()}
 
 
+@dataclass(frozen=True)
+class Fitted:
+    """What `fit` gives.
+
+    Attributes:
+        estimator: The MLPs on GDN signals.
+        hidden_states: The same MLPs on hidden states; None if those were not collected.
+        metrics: By method, on held-out documents.
+        best_single_signals: Per layer and head, the name of the best single signal.
+    """
+
+    estimator: Estimator
+    hidden_states: HiddenStateScorer | None
+    metrics: dict[str, dict[str, float]]
+    best_single_signals: list[list[str]]
+
+
 def fit(
-    config: EstimatorConfig, train: Sequence[Path], held_out: Sequence[Path], options: FitOptions
-) -> tuple[Estimator, dict[str, dict[str, float]], list[list[str]]]:
+    config: EstimatorConfig,
+    train: Sequence[Path],
+    held_out: Sequence[Path],
+    options: FitOptions,
+    hidden_config: HiddenStateConfig | None = None,
+) -> Fitted:
     """Fit the estimator and its baselines, and measure all of them on held-out documents.
 
-    Returns:
-        The estimator; metrics by method; and per layer and head the name of the best single signal.
+    Args:
+        config: Of the estimator.
+        train, held_out: Shards.
+        options: Of training.
+        hidden_config: Of the scorer on hidden states, if they were collected and it is to be fitted too.
     """
-    moments = gather_moments(config, train)
-    mlps = fit_mlps(config, train, moments, options, label="fit mlp")
-    ages = fit_mlps(config, train, moments, options, slice(-len(AGES), None), label="fit age only")
+    inputs_of = signal_inputs(config)
+    moments = gather_moments(inputs_of, train)
+    mlps = fit_mlps(inputs_of, config.hidden_size, train, moments, options, label="fit mlp")
+    age = slice(-len(AGES), None)
+    ages = fit_mlps(inputs_of, config.hidden_size, train, moments, options, age, label="fit age only")
     ridges = [moment.ridge() for moment in moments]
     singles = best_single_signals(config, train)
 
-    def single(j: int, inputs: Tensor) -> Tensor:
+    def single(shard: Shard, j: int) -> Tensor:
+        inputs = inputs_of(shard, j)
         return torch.stack([sign * inputs[:, column] for column, sign in singles[j]])
 
-    def ridge(j: int, inputs: Tensor) -> Tensor:
-        return (inputs.double() @ ridges[j][0] + ridges[j][1]).T
+    def ridge(shard: Shard, j: int) -> Tensor:
+        return (inputs_of(shard, j).double() @ ridges[j][0] + ridges[j][1]).T
 
-    metrics = evaluate(
-        config,
-        held_out,
-        {
-            "mlp": lambda j, inputs: mlp_scores(mlps[j], inputs),
-            "ridge": ridge,
-            "best single signal": single,
-            "age only": lambda j, inputs: mlp_scores(ages[j], inputs[:, -len(AGES) :]),
-        },
-    )
+    methods: dict[str, ScoreFunction] = {
+        "mlp": lambda shard, j: mlp_scores(mlps[j], inputs_of(shard, j)),
+        "ridge": ridge,
+        "best single signal": single,
+        "age only": lambda shard, j: mlp_scores(ages[j], inputs_of(shard, j)[:, age]),
+    }
+    hidden_scorer = None
+    if hidden_config is not None:
+        hidden_moments = gather_moments(hidden_state_inputs, train)
+        hidden = fit_mlps(
+            hidden_state_inputs, hidden_config.hidden_size, train, hidden_moments, options, label="fit hidden states"
+        )
+        methods["mlp on hidden states"] = lambda shard, j: mlp_scores(hidden[j], hidden_state_inputs(shard, j))
+        hidden_scorer = HiddenStateScorer(hidden_config, _named(hidden))
     names = [
         [
             ("-" if sign < 0 else "") + feature_names(config.num_value_heads, len(config.gdn_windows[j]))[column]
@@ -225,5 +265,8 @@ def fit(
         ]
         for j, layer in enumerate(singles)
     ]
-    tensors = {f"layers.{j}.{name}": tensor for j, layer in enumerate(mlps) for name, tensor in layer.items()}
-    return Estimator(config, tensors), metrics, names
+    return Fitted(Estimator(config, _named(mlps)), hidden_scorer, evaluate(held_out, methods), names)
+
+
+def _named(layers: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"layers.{j}.{name}": tensor for j, layer in enumerate(layers) for name, tensor in layer.items()}

@@ -7,6 +7,7 @@ import platform
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import transformers
 from .. import __version__
 from ..estimator import EstimatorConfig
 from ..hybrid import HybridSpec
+from ..methods.hidden import HiddenStateConfig
 from ..reference import documents as reference_documents
 from ..reference import load_model, load_tokenizer
 from .collect import Sampling, collect
@@ -24,6 +26,8 @@ from .fit import FitOptions, fit
 
 #: The shortest text worth a document, as a share of the asked length.
 SHORTEST_SHARE = 0.25
+#: Folder of the scorer on hidden states within the estimator's.
+HIDDEN_STATES_FOLDER = "hidden_states"
 #: Options that count something.
 POSITIVE_OPTIONS = (
     "train_documents",
@@ -146,14 +150,16 @@ def train_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "sampling": asdict(sampling) | {"prompts": prompts},
         "document_tokens": args.length,
         "train_documents": args.train_documents,
+        "hidden_states": args.hidden_states,
     }
     claim_folder(data, settings)
     # One stream of different documents feeds both, so that they are disjoint; only one is in memory at a time.
     documents = tokenized(texts, tokenizer, args.length)
     count, held_count = args.train_documents, args.eval_documents
-    train = collect(model, islice(documents, count), data / "train", sampling, "train documents", count)
+    gather = partial(collect, model, hidden_states=args.hidden_states)
+    train = gather(islice(documents, count), data / "train", sampling, "train documents", count)
     sampling = replace(sampling, seed=sampling.seed + 1_000_000)
-    held_out = collect(model, islice(documents, held_count), data / "eval", sampling, "eval documents", held_count)
+    held_out = gather(islice(documents, held_count), data / "eval", sampling, "eval documents", held_count)
     found, wanted = len(train) + len(held_out), count + held_count
     if found < wanted:
         raise ValueError(
@@ -162,13 +168,16 @@ def train_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
             "--length."
         )
 
-    estimator, table, singles = fit(config, train, held_out, FitOptions(epochs=args.epochs, seed=args.seed))
+    hidden_config = None
+    if args.hidden_states:
+        hidden_config = HiddenStateConfig.for_model(spec, name, model.config.hidden_size, args.hidden_size)
+    fitted = fit(config, train, held_out, FitOptions(epochs=args.epochs, seed=args.seed), hidden_config)
     metrics = {
         "base_model": name,
         "fingerprint": spec.fingerprint,
-        "parameters": estimator.num_parameters,
-        "held_out": table,
-        "best_single_signals": singles,
+        "parameters": fitted.estimator.num_parameters,
+        "held_out": fitted.metrics,
+        "best_single_signals": fitted.best_single_signals,
         "train_documents": len(train),
         "eval_documents": len(held_out),
         "document_tokens": args.length,
@@ -181,7 +190,9 @@ def train_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
-    estimator.save_pretrained(args.out)
+    fitted.estimator.save_pretrained(args.out)
+    if fitted.hidden_states is not None:
+        fitted.hidden_states.save_pretrained(args.out / HIDDEN_STATES_FOLDER)
     (args.out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     (args.out / "README.md").write_text(card(metrics))
     return metrics

@@ -1,0 +1,218 @@
+"""The transformers backend: an uncompacted parent per context, a compacted fork per cell, a fork of it per question."""
+
+import platform
+import random
+import time
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+import gatesight_hf
+from gatesight_hf import GateSightCache, Scorer
+from gatesight_hf._compat import cache_argument
+from gatesight_hf.methods import OracleScorer
+from gatesight_hf.scoring import Needs, Recorder, Scores
+from gatesight_hf.training.run import weights_digest
+
+from ..controls import empty_attention_cache
+from ..methods import EMPTY, FULL, ORACLE, Cell, ScorerFactory
+from .base import Answer, Backend, CellResult, ContextResult, Request
+
+
+class TransformersBackend(Backend):
+    """Runs a model of transformers.
+
+    Args:
+        model: A hybrid model in evaluation mode.
+        tokenizer: Its tokenizer.
+        scorers: Makes the scorers.
+        name: Of the model, for result files.
+        prefill_chunk_size: Tokens per forward of a prefill; None prefills in one.
+        rows: Methods that are answered as rows of one batch, where they keep equally many entries. A batch holds a copy
+            of the context for each row, so this is for small models.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        scorers: ScorerFactory,
+        name: str,
+        prefill_chunk_size: int | None = None,
+        rows: int = 1,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.scorers = scorers
+        self.name = name
+        self.prefill_chunk_size = prefill_chunk_size
+        self.rows = rows
+        ends = model.generation_config.eos_token_id
+        self._ends = set(ends) if isinstance(ends, list) else {ends}
+
+    def describe(self) -> dict[str, Any]:
+        device = self.model.device
+        hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+        return {
+            "backend": "transformers",
+            "model": self.name,
+            "weights": weights_digest(self.model),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "attention": self.model.config._attn_implementation,
+            "prefill_chunk_size": self.prefill_chunk_size,
+            "rows": self.rows,
+            "hardware": hardware,
+            "threads": torch.get_num_threads(),
+            "versions": {
+                "gatesight_hf": gatesight_hf.__version__,
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+            },
+        }
+
+    def check(self, cells: Sequence[Cell]) -> None:
+        for name in self._scorer_names(cells):
+            GateSightCache(self.scorers.make(name, seed=0), self.model, allocation="flat")
+
+    @staticmethod
+    def _scorer_names(cells: Sequence[Cell]) -> list[str]:
+        """Those made by the factory, each once."""
+        return list(dict.fromkeys(c.method.scorer for c in cells if c.method.scorer not in (FULL, EMPTY, ORACLE)))
+
+    def run(self, request: Request, cells: Sequence[Cell], check_identity: bool) -> ContextResult:
+        scorers: dict[str, Scorer] = {name: self.scorers.make(name, request.seed) for name in self._scorer_names(cells)}
+        if any(cell.method.scorer == ORACLE for cell in cells):
+            pairs = zip(request.questions, request.answers, strict=True)
+            scorers[ORACLE] = OracleScorer(self.model, tuple((*question, *answer) for question, answer in pairs))
+        needs = reduce(Needs.__or__, (scorer.needs for scorer in scorers.values()), Needs())
+        parent = self._prefilled(Recorder(needs), request)
+        seconds: dict[str, float] = {}
+        scores: dict[str, Scores] = {}
+        for name, scorer in scorers.items():
+            begun = time.perf_counter()
+            scores[name] = parent.score(scorer)
+            seconds[name] = time.perf_counter() - begun
+
+        by_cell: dict[Cell, CellResult] = {}
+        for batch in self._batches(cells):
+            by_cell |= zip(batch, self._run_batch(parent, scores, request, batch), strict=True)
+        results = [by_cell[cell] for cell in cells]
+        held = checked = 0
+        if check_identity:
+            candidates = [result for result in results if result.cell.method.scorer not in (FULL, EMPTY)] or results[:1]
+            result = random.Random(request.seed).choice(candidates)
+            checked, held = len(result.answers), self._identical(result, scorers, request)
+        report = parent.report()
+        return ContextResult(
+            cells=results,
+            kv_bytes=report.kv_bytes,
+            gdn_bytes=report.gdn_bytes,
+            prefill_seconds=report.seconds["prefill"],
+            score_seconds=seconds,
+            identity_checked=checked,
+            identity_held=held,
+        )
+
+    def _prefilled(self, scorer: Scorer, request: Request, **options: Any) -> GateSightCache:
+        prefix = request.context.protected_prefix
+        cache = GateSightCache(scorer, self.model, protected_prefix=prefix, **options)
+        ids = torch.tensor([request.context.ids], device=self.model.device)
+        with torch.no_grad():
+            for chunk in ids.split(self.prefill_chunk_size or ids.shape[1], dim=1):
+                self.model(chunk, **{cache_argument(self.model): cache}, use_cache=True, logits_to_keep=1)
+        return cache
+
+    def _batches(self, cells: Sequence[Cell]) -> list[list[Cell]]:
+        """Cells of one size together, at most `rows`; where heads keep different numbers, each cell alone."""
+        groups: dict[Any, list[list[Cell]]] = {}
+        for cell in cells:
+            alone = cell.method.scorer in (FULL, EMPTY) or cell.method.allocation == "global"
+            key = cell if alone else (cell.kept_fraction, cell.method.allocation, cell.method.gate_exponent)
+            batches = groups.setdefault(key, [[]])
+            if len(batches[-1]) == self.rows:
+                batches.append([])
+            batches[-1].append(cell)
+        return [batch for batches in groups.values() for batch in batches]
+
+    def _run_batch(
+        self, parent: GateSightCache, scores: dict[str, Scores], request: Request, cells: list[Cell]
+    ) -> list[CellResult]:
+        """Cells with the same options, one row each."""
+        scorer: Scorer = Recorder()
+        if cells[0].method.scorer not in (FULL, EMPTY):
+            of_cells = zip(*(scores[cell.method.scorer].of for cell in cells), strict=True)
+            scorer = Scores([torch.cat(of_layer) for of_layer in of_cells])
+        child = parent.fork(scorer=scorer, **self._options(cells[0]))
+        child.batch_repeat_interleave(len(cells))
+        report = child.compact()
+        kept, achieved = report.kept_per_layer, report.achieved_fraction
+        if cells[0].method.scorer == EMPTY:
+            empty_attention_cache(child)
+            kept, achieved = [[0] * len(layers) for layers in kept], 0.0
+        answers = self._answers(child, request, len(cells))
+        return [
+            CellResult(
+                cell=cell,
+                answers=answers[row],
+                achieved_fraction=achieved or 0.0,
+                kept_per_layer=kept[row],
+                kv_bytes=child.report().kv_bytes // len(cells),
+                seconds=(report.seconds["score"] + report.seconds["compact"]) / len(cells),
+            )
+            for row, cell in enumerate(cells)
+        ]
+
+    @staticmethod
+    def _options(cell: Cell) -> dict[str, Any]:
+        if cell.method.scorer in (FULL, EMPTY):
+            return {"kept_fraction": 1.0, "allocation": "flat"}
+        method = cell.method
+        return {
+            "kept_fraction": cell.kept_fraction,
+            "allocation": method.allocation,
+            "gate_exponent": method.gate_exponent,
+        }
+
+    def _identical(self, result: CellResult, scorers: dict[str, Scorer], request: Request) -> int:
+        """How many answers of a cell a fresh prefill, compaction and question give again, token for token."""
+        scorer = scorers.get(result.cell.method.scorer, Recorder())
+        fresh = self._prefilled(scorer, request, **self._options(result.cell))
+        fresh.compact()
+        (again,) = self._answers(fresh, request, rows=1)
+        return sum(one.ids == other.ids for one, other in zip(result.answers, again, strict=True))
+
+    def _answers(self, cache: GateSightCache, request: Request, rows: int) -> list[list[Answer]]:
+        """By row of the cache, an answer to each question; every question runs on a fork of its own."""
+        pairs = zip(request.questions, request.max_new_tokens, strict=True)
+        by_question = [self._greedy(cache.fork(), question, limit, rows) for question, limit in pairs]
+        return [list(of_row) for of_row in zip(*by_question, strict=True)]
+
+    def _greedy(self, child: GateSightCache, question: Sequence[int], limit: int, rows: int) -> list[Answer]:
+        """One answer per row; a row ends at one of the model's end tokens."""
+        given = torch.tensor([list(question)] * rows, device=self.model.device)
+        new: list[list[int]] = [[] for _ in range(rows)]
+        ended = [False] * rows
+        with torch.no_grad():
+            for _ in range(limit):
+                tokens = self._logits(given, child).argmax(-1)
+                for row, token in enumerate(tokens.tolist()):
+                    ended[row] = ended[row] or token in self._ends
+                    if not ended[row]:
+                        new[row].append(token)
+                if all(ended):
+                    break
+                given = tokens.unsqueeze(1)
+        return [self._answer(ids, "end" if end else "length") for ids, end in zip(new, ended, strict=True)]
+
+    def _logits(self, ids: Tensor, cache: GateSightCache) -> Tensor:
+        """Of the last token, `[rows, vocabulary]`."""
+        output = self.model(ids, **{cache_argument(self.model): cache}, use_cache=True, logits_to_keep=1)
+        return output.logits[:, -1]
+
+    def _answer(self, ids: list[int], stop: str) -> Answer:
+        return Answer(tuple(ids), self.tokenizer.decode(ids, skip_special_tokens=True).strip(), stop)

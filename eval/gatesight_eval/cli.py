@@ -1,0 +1,189 @@
+"""The verbs `gatesight evaluate` and `gatesight report`. Rooms are imported when a verb is called."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+Verbs = "argparse._SubParsersAction[argparse.ArgumentParser]"
+FRACTIONS = "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2,0.1"
+METHODS = (
+    "gatesight,snapkv,triattention,keydiff,kvzip,kvzip@global,expected_attention,hidden_states,lagkv,key_norm,"
+    "streaming_llm,random,oracle"
+)
+#: KVzip's prompts in the words that the reference model knows, and a chunk in proportion to its contexts.
+REFERENCE_OPTIONS = {
+    "kvzip": {
+        "chunk": 256,
+        "prompts": (
+            "repeat the previous context exactly .",
+            "repeat the part of the previous context exactly , starting with",
+        ),
+        "suffix": "",
+    }
+}
+
+
+def add_evaluate(verbs: Verbs) -> None:  # type: ignore[valid-type]
+    verb = verbs.add_parser(  # type: ignore[attr-defined]
+        "evaluate", help="answer a benchmark with several eviction methods at several kept fractions"
+    )
+    verb.add_argument("--model", default="reference", help="'reference' (bundled), or a folder or Hub id")
+    verb.add_argument("--suite", choices=("ruler", "scbench", "toy"), required=True)
+    verb.add_argument(
+        "--method", default=METHODS, help="comma-separated rows: name, name@allocation or name@gate^exponent"
+    )
+    verb.add_argument("--kept", default=FRACTIONS, help="comma-separated kept fractions")
+    verb.add_argument("--out", type=Path, required=True, help="folder; the same command goes on after a stop")
+    verb.add_argument("--tasks", help="comma-separated (default: all of the suite)")
+    verb.add_argument("--length", type=int, default=1024, help="tokens of a context that is generated")
+    verb.add_argument("--count", type=int, default=20, help="contexts per task and seed; 0: all of a data set")
+    verb.add_argument("--seeds", default="0", help="comma-separated data seeds (RULER: one, officially 42)")
+    verb.add_argument(
+        "--estimator",
+        action="append",
+        metavar="NAME=FOLDER",
+        help="estimator of a row; may be repeated (default for the reference model: gatesight=the bundled one)",
+    )
+    verb.add_argument("--hidden-states", type=Path, metavar="FOLDER", help="scorer for the row hidden_states")
+    verb.add_argument("--calibration", type=Path, metavar="FILE", help="TriAttention: saved statistics, or plain .txt")
+    verb.add_argument("--options", type=json.loads, default={}, help='of scorers, JSON: {"snapkv": {"window": 32}}')
+    verb.add_argument("--max-length", type=int, help="longer sequences lose the middle of their context")
+    verb.add_argument("--chat-template", action="store_true", help="put contexts and questions into the chat template")
+    verb.add_argument("--template-options", type=json.loads, default={}, help='JSON: {"enable_thinking": false}')
+    verb.add_argument("--prefill-chunk-size", type=int, help="tokens per forward of a prefill")
+    verb.add_argument("--rows", type=int, help="methods answered in one batch (default: reference model 16, else 1)")
+    verb.add_argument("--threads", type=int, help="of torch on the CPU")
+    verb.add_argument("--data", help="SCBench: Hub id or folder; RULER: official JSONL or a kvpress data set to read")
+    verb.add_argument("--data-config", help="configuration of a kvpress data set, such as 4096")
+    verb.add_argument("--revision", help="of a data set on the Hub")
+    verb.add_argument("--haystack", type=Path, help="RULER: prose (.txt, .txt.gz, or RULER's PaulGrahamEssays.json)")
+    verb.add_argument("--squad", type=Path, help="RULER: SQuAD v2 JSON")
+    verb.add_argument("--hotpotqa", type=Path, help="RULER: HotpotQA distractor JSON")
+    verb.add_argument("--variants", default="", help="RULER and SCBench: comma-separated named variants")
+    verb.add_argument("--max-turns", type=int, default=5, help="SCBench: questions per context, -1 for all")
+    verb.set_defaults(run=_evaluate)
+
+
+def add_report(verbs: Verbs) -> None:  # type: ignore[valid-type]
+    verb = verbs.add_parser("report", help="tables and plots of runs")  # type: ignore[attr-defined]
+    verb.add_argument(
+        "runs", type=Path, nargs="+", help="folders that evaluate wrote; methods of equal items are joined"
+    )
+    verb.add_argument("--out", type=Path, help="OUT.json, OUT.md and OUT-*.png (default: RUN/report)")
+    verb.add_argument("--against", default="gatesight", help="the row that others are compared with")
+    verb.add_argument("--depth-fraction", type=float, default=0.1, help="kept fraction of the table by depth")
+    verb.add_argument("--revised", action="store_true", help="read the revised scores of SCBench's faulty scorers")
+    verb.add_argument("--json", action="store_true", help="print JSON")
+    verb.set_defaults(run=_report)
+
+
+def _evaluate(args: argparse.Namespace) -> None:
+    import torch
+
+    from . import suites
+    from .backends import TransformersBackend
+    from .methods import Method, cells_of
+    from .prompting import Prompter
+    from .run import evaluate
+    from .store import RunFolder
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    cells = cells_of([Method.parse(label) for label in args.method.split(",")], _fractions(args.kept))
+    model, tokenizer = _load(args.model)
+    is_reference = args.model == "reference"
+    scorers = _scorers(args, model, tokenizer)
+    rows = args.rows or (16 if is_reference else 1)
+    backend = TransformersBackend(model, tokenizer, scorers, args.model, args.prefill_chunk_size, rows)
+    backend.check(cells)
+    items, data = suites.load(args, tokenizer)
+    prompter = Prompter(tokenizer, args.chat_template, args.max_length, args.template_options)
+    folder = RunFolder(args.out, _manifest(args, data, backend.describe(), dict(scorers.options)))
+    evaluate(items, backend, prompter, cells, folder)
+
+
+def _fractions(text: str) -> list[float]:
+    from gatesight_hf.budget import check_kept_fraction
+
+    try:
+        return [check_kept_fraction(float(part)) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"--kept {text}: {error}") from error
+
+
+def _load(name: str) -> tuple[Any, Any]:
+    from gatesight_hf import reference
+
+    if name == "reference":
+        return reference.load_model(), reference.load_tokenizer()
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir():
+        raise FileNotFoundError(f"--model {name}: no such folder.")
+    placement = {"device_map": "auto"} if torch.cuda.is_available() else {}
+    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto", **placement).eval()
+    return model, AutoTokenizer.from_pretrained(name)
+
+
+def _scorers(args: argparse.Namespace, model: Any, tokenizer: Any) -> Any:
+    import torch
+
+    from gatesight_hf import reference
+    from gatesight_hf.training.run import HIDDEN_STATES_FOLDER, reference_texts
+
+    from .methods import ScorerFactory, calibration_ids
+
+    estimators = {}
+    for pair in args.estimator or []:
+        name, _, folder = pair.partition("=")
+        if not folder:
+            raise ValueError(f"--estimator {pair}: give NAME=FOLDER, for example gatesight=my-estimator.")
+        estimators[name] = Path(folder)
+    hidden, calibration, options = args.hidden_states, args.calibration, dict(args.options)
+    if args.model == "reference":
+        estimators.setdefault("gatesight", reference.ESTIMATOR_PATH)
+        hidden = hidden or reference.ESTIMATOR_PATH / HIDDEN_STATES_FOLDER
+        options = {**REFERENCE_OPTIONS, **options}
+        if calibration is None:
+            # Documents of the estimator's training, not of the suite.
+            text = next(reference_texts(2048, seed=0))
+            calibration = torch.tensor([tokenizer(text).input_ids])
+    elif calibration is not None and calibration.suffix == ".txt":
+        calibration = calibration_ids(calibration, tokenizer)
+    return ScorerFactory(model, tokenizer, estimators, hidden, calibration, options)
+
+
+def _manifest(
+    args: argparse.Namespace, data: dict[str, Any], backend: dict[str, Any], options: dict[str, Any]
+) -> dict[str, Any]:
+    """What a result file says of the run; equal when the run goes on."""
+    from .store import commit
+
+    asked = {name: value for name, value in vars(args).items() if name not in ("run", "out", "options")}
+    return {
+        "asked": {name: str(value) if isinstance(value, Path) else value for name, value in asked.items()},
+        "options": options,
+        "data": data,
+        "backend": backend,
+        "commit": commit(),
+    }
+
+
+def _report(args: argparse.Namespace) -> None:
+    from .report import Results, summarise
+    from .tables import markdown, plot_costs, plot_curves, plot_depths
+
+    results = Results(args.runs, args.revised)
+    summary = summarise(results, args.against, args.depth_fraction)
+    out = args.out or args.runs[0] / "report"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    text = markdown(summary, args.against)
+    out.with_suffix(".json").write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    out.with_suffix(".md").write_text(text, encoding="utf-8")
+    plot_curves(summary, "gated mean", out.with_name(out.name + "-curves.png"))
+    plot_costs(summary, out.with_name(out.name + "-costs.png"))
+    if args.against in summary["by_depth"]["quartiles"]:
+        plot_depths(summary, args.against, out.with_name(out.name + "-depths.png"))
+    print(json.dumps(summary, indent=2, ensure_ascii=False) if args.json else text)

@@ -1,0 +1,248 @@
+"""From the results of runs to numbers: gate, means with intervals, families, depths, differences, costs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .methods import EMPTY, FULL
+from .stats import ByTask, Interval, PairedBootstrap
+from .store import COSTS, RESULTS, read_lines, read_manifest
+
+#: A task measures the KV cache if the model solves it with the full cache and not with an empty one.
+LEAST_FULL, MOST_EMPTY = 0.9, 0.1
+QUARTILES = 4
+
+Row = tuple[str, float]
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Whether a task is counted in means, and what says so."""
+
+    task: str
+    family: str
+    contexts: int
+    tokens: float
+    full: float
+    empty: float
+    passed: bool
+
+
+class Results:
+    """Everything that was measured in one or several runs of the same items, or of different ones.
+
+    Args:
+        folders: Of runs. Where two runs hold the same context, their methods are joined.
+        revised: Read the revised scores instead of the official ones.
+
+    Raises:
+        ValueError: No contexts, or contexts that not all methods answered.
+    """
+
+    def __init__(self, folders: Sequence[Path], revised: bool = False) -> None:
+        self.manifests = [read_manifest(folder) for folder in folders]
+        self.contexts: dict[str, dict[str, Any]] = {}
+        self.costs: list[dict[str, Any]] = []
+        for folder in folders:
+            for line in read_lines(folder / RESULTS):
+                held = self.contexts.setdefault(line["item"], line)
+                if held is not line:
+                    known = {(cell["method"], cell["kept_fraction"]) for cell in held["cells"]}
+                    new = [cell for cell in line["cells"] if (cell["method"], cell["kept_fraction"]) not in known]
+                    self.contexts[line["item"]] = {**held, "cells": held["cells"] + new}
+            self.costs += read_lines(folder / COSTS)
+        if not self.contexts:
+            raise ValueError(f"No finished contexts in {', '.join(map(str, folders))}.")
+        self._score = "revised" if revised else "official"
+        self.tasks = list(dict.fromkeys(context["task"] for context in self.contexts.values()))
+        self.families = {context["task"]: context["family"] for context in self.contexts.values()}
+        rows = [self._rows(context) for context in self.contexts.values()]
+        self.rows = rows[0]
+        if any(set(other) != set(self.rows) for other in rows):
+            raise ValueError("Not all contexts were answered by the same methods at the same kept fractions.")
+
+    @staticmethod
+    def _rows(context: dict[str, Any]) -> list[Row]:
+        return [(cell["method"], cell["kept_fraction"]) for cell in context["cells"]]
+
+    @property
+    def methods(self) -> list[str]:
+        return list(dict.fromkeys(method for method, _ in self.rows if method not in (FULL, EMPTY)))
+
+    @property
+    def fractions(self) -> list[float]:
+        """Largest first."""
+        return sorted({p for method, p in self.rows if method not in (FULL, EMPTY)}, reverse=True)
+
+    def accuracies(
+        self, row: Row, tasks: Sequence[str], keep: Callable[[dict[str, Any]], bool] = lambda question: True
+    ) -> ByTask:
+        """By task, the mean score of each context's questions that `keep` takes; contexts without any are left out."""
+        found: dict[str, list[float]] = {task: [] for task in tasks}
+        for context in self.contexts.values():
+            if context["task"] not in found:
+                continue
+            cell = next(c for c in context["cells"] if (c["method"], c["kept_fraction"]) == row)
+            pairs = zip(context["questions"], cell["answers"], strict=True)
+            scores = [answer[self._score] for question, answer in pairs if keep(question)]
+            if scores:
+                found[context["task"]].append(sum(scores) / len(scores))
+        return {task: np.array(values) for task, values in found.items() if values}
+
+    def gates(self) -> list[Gate]:
+        full, empty = (self.accuracies(row, self.tasks) for row in ((FULL, 1.0), (EMPTY, 0.0)))
+        gates = []
+        for task in self.tasks:
+            tokens = [context["tokens"] for context in self.contexts.values() if context["task"] == task]
+            at_full, at_empty = float(full[task].mean()), float(empty[task].mean())
+            gates.append(
+                Gate(
+                    task=task,
+                    family=self.families[task],
+                    contexts=len(tokens),
+                    tokens=sum(tokens) / len(tokens),
+                    full=at_full,
+                    empty=at_empty,
+                    passed=at_full >= LEAST_FULL and at_empty <= MOST_EMPTY,
+                )
+            )
+        return gates
+
+
+def summarise(results: Results, against: str, depth_fraction: float, resamples: int = 1000) -> dict[str, Any]:
+    """All numbers of a report, as JSON values.
+
+    Args:
+        results: What was measured.
+        against: The method that others are compared with, such as `gatesight`.
+        depth_fraction: Kept fraction at which results by depth are given.
+        resamples: Of the bootstrap.
+    """
+    gates = results.gates()
+    gated = [gate.task for gate in gates if gate.passed]
+    groups = {"gated mean": gated}
+    for family in dict.fromkeys(gate.family for gate in gates if gate.passed):
+        groups[family] = [gate.task for gate in gates if gate.passed and gate.family == family]
+    means = {}
+    for name, tasks in groups.items():
+        by_row = {row: results.accuracies(row, tasks) for row in results.rows}
+        bootstrap = PairedBootstrap({task: len(values) for task, values in by_row[results.rows[0]].items()}, resamples)
+        means[name] = {
+            "tasks": tasks,
+            "mean": _table(results, lambda row, b=bootstrap, a=by_row: b.mean(a[row])),  # type: ignore[misc]
+            "difference": _differences(results, against, by_row, bootstrap),
+        }
+    checked = sum(context["identity_checked"] for context in results.contexts.values())
+    held = sum(context["identity_held"] for context in results.contexts.values())
+    return {
+        "runs": results.manifests,
+        "contexts": len(results.contexts),
+        "questions": sum(len(context["questions"]) for context in results.contexts.values()),
+        "truncated_contexts": sum(context["truncated"] for context in results.contexts.values()),
+        "gate": {"least_full": LEAST_FULL, "most_empty": MOST_EMPTY, "tasks": [asdict(gate) for gate in gates]},
+        "groups": means,
+        "by_task": {
+            task: _table(results, lambda row, t=task: float(results.accuracies(row, [t])[t].mean()))  # type: ignore[misc]
+            for task in results.tasks
+        },
+        "by_depth": _by_depth(results, gated, depth_fraction),
+        "achieved": _table(results, lambda row: _mean_of_cells(results, row, "achieved_fraction")),
+        "kv_share": _table(results, lambda row: _kv_share(results, row)),
+        "unparsed": _table(results, lambda row: _share_of_answers(results, row, lambda answer: not answer["parsed"])),
+        "cut_answers": _table(
+            results, lambda row: _share_of_answers(results, row, lambda answer: answer["stop"] == "length")
+        ),
+        "identity": {"checked": checked, "held": held},
+        "costs": _costs(results),
+    }
+
+
+def _table(results: Results, value: Callable[[Row], Any]) -> dict[str, dict[str, Any]]:
+    """By method and kept fraction."""
+    table: dict[str, dict[str, Any]] = {}
+    for method, fraction in results.rows:
+        found = value((method, fraction))
+        found = asdict(found) if isinstance(found, Interval) else found
+        table.setdefault(method, {})[f"{fraction:g}"] = found
+    return table
+
+
+def _differences(
+    results: Results, against: str, by_row: dict[Row, ByTask], bootstrap: PairedBootstrap
+) -> dict[str, dict[str, Any]]:
+    """`against` minus each other method at the same kept fraction."""
+
+    def value(row: Row) -> Interval | None:
+        own = (against, row[1])
+        return bootstrap.difference(by_row[own], by_row[row]) if own in by_row and row != own else None
+
+    table = _table(results, value)
+    return {method: cells for method, cells in table.items() if any(cells.values())}
+
+
+def _by_depth(results: Results, tasks: Sequence[str], fraction: float) -> dict[str, Any]:
+    """Mean over tasks by quartile of where the answer stands, at one kept fraction; and for all of them, by method."""
+
+    def at(row: Row) -> list[float | None]:
+        quartiles: list[float | None] = []
+        for quartile in range(QUARTILES):
+
+            def inside(question: dict[str, Any], quartile: int = quartile) -> bool:
+                depth = question["depth"]
+                return depth is not None and min(QUARTILES - 1, int(depth * QUARTILES)) == quartile
+
+            found = [float(values.mean()) for values in results.accuracies(row, tasks, inside).values()]
+            quartiles.append(sum(found) / len(found) if found else None)
+        return quartiles
+
+    if fraction not in results.fractions:
+        raise ValueError(f"No results at kept fraction {fraction:g}; there are {results.fractions}.")
+    table = _table(results, at)
+    return {"fraction": fraction, "quartiles": table}
+
+
+def _mean_of_cells(results: Results, row: Row, name: str) -> float:
+    found = [
+        cell[name]
+        for context in results.contexts.values()
+        for cell in context["cells"]
+        if (cell["method"], cell["kept_fraction"]) == row
+    ]
+    return float(sum(found) / len(found))
+
+
+def _kv_share(results: Results, row: Row) -> float:
+    """Bytes of the compacted attention cache over those of the full one."""
+    kept = full = 0
+    for context in results.contexts.values():
+        for cell in context["cells"]:
+            if (cell["method"], cell["kept_fraction"]) == row:
+                kept, full = kept + cell["kv_bytes"], full + context["kv_bytes"]
+    return kept / full
+
+
+def _share_of_answers(results: Results, row: Row, counts: Callable[[dict[str, Any]], bool]) -> float:
+    answers = [
+        answer
+        for context in results.contexts.values()
+        for cell in context["cells"]
+        if (cell["method"], cell["kept_fraction"]) == row
+        for answer in cell["answers"]
+    ]
+    return sum(map(counts, answers)) / len(answers)
+
+
+def _costs(results: Results) -> dict[str, Any]:
+    """Median seconds of prefill, and of each scorer as a share of the prefill of its own context."""
+    prefill = float(np.median([line["prefill_seconds"] for line in results.costs]))
+    shares: dict[str, list[float]] = {}
+    for line in results.costs:
+        for name, seconds in line["score_seconds"].items():
+            shares.setdefault(name, []).append(seconds / line["prefill_seconds"])
+    return {
+        "prefill_seconds": prefill,
+        "score_share_of_prefill": {name: float(np.median(values)) for name, values in shares.items()},
+    }

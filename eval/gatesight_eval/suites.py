@@ -1,0 +1,102 @@
+"""From the arguments of `gatesight evaluate` to items, and to what a result file records of their data."""
+
+import argparse
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from .items import Item
+
+Tasks = Sequence[str] | None
+#: Items, and what a result file records of their data.
+Loaded = tuple[list[Item], dict[str, Any]]
+
+
+def load(args: argparse.Namespace, tokenizer: Any) -> Loaded:
+    """The items of the suite that was asked for.
+
+    Raises:
+        ValueError: Arguments that do not go together, or no items.
+    """
+    tasks = args.tasks.split(",") if args.tasks else None
+    if args.count < 0:
+        raise ValueError(f"--count is a number of contexts, or 0 for all of a data set, got {args.count}.")
+    if args.count == 0 and (args.suite == "toy" or (args.suite == "ruler" and not args.data)):
+        raise ValueError("--count 0 takes all of a data set; a generator needs a number.")
+    items, data = {"toy": _toy, "scbench": _scbench, "ruler": _ruler}[args.suite](args, tasks, tokenizer)
+    if not items:
+        raise ValueError(f"No items: none of the tasks {args.tasks} is in {args.data}.")
+    digest = hashlib.sha256()
+    for item in items:
+        digest.update(repr(item).encode())
+    return items, {**data, "items": len(items), "items_sha256": digest.hexdigest()}
+
+
+def _toy(args: argparse.Namespace, tasks: Tasks, tokenizer: Any) -> Loaded:
+    from . import toy
+
+    seeds = [int(seed) for seed in args.seeds.split(",")]
+    return list(toy.suite(tasks or list(toy.TASKS), args.length, args.count, seeds)), {"generator": "toy"}
+
+
+def _ruler(args: argparse.Namespace, tasks: Tasks, tokenizer: Any) -> Loaded:
+    from . import ruler
+
+    variants = _variants(args)
+    if args.data and variants:
+        raise ValueError("--variants belong to generated items; a data set is read as it is.")
+    if args.data and Path(args.data).exists() and not args.data_config:
+        items = _first(ruler.load_official(args.data), tasks, args.count)
+    elif args.data:
+        items = _first(ruler.load_kvpress(args.data, args.data_config, revision=args.revision), tasks, args.count)
+    else:
+        sources = ruler.Sources(haystack=args.haystack, squad=args.squad, hotpotqa=args.hotpotqa)
+        seeds = [int(seed) for seed in args.seeds.split(",")]
+        if len(seeds) > 1:
+            raise ValueError("RULER is generated from one data seed (officially 42): give one to --seeds.")
+        seed = seeds[0] if args.seeds != "0" else 42
+        items = []
+        for task in tasks or list(ruler.TASKS):
+            generated = ruler.generate(task, tokenizer, args.length, args.count, seed, sources, variants)
+            items += islice(generated, args.count)
+    return items, ruler.manifest(items)
+
+
+def _scbench(
+    args: argparse.Namespace, tasks: Sequence[str] | None, tokenizer: Any
+) -> tuple[list[Item], dict[str, Any]]:
+    from . import scbench
+
+    source, variants = args.data or "microsoft/SCBench", _variants(args)
+    items: list[Item] = []
+    for task in tasks or list(scbench.TASKS):
+        # The one variant there is concerns one task.
+        variant = variants[0] if variants and task.endswith("mf") else "official"
+        items += scbench.load(
+            task,
+            source,
+            revision=args.revision,
+            max_turns=args.max_turns,
+            limit=args.count or None,
+            variant=variant,
+        )
+    return items, {"source": source, "revision": args.revision, "max_turns": args.max_turns}
+
+
+def _variants(args: argparse.Namespace) -> tuple[str, ...]:
+    return tuple(filter(None, args.variants.split(",")))
+
+
+def _first(items: Iterable[Item], tasks: Sequence[str] | None, count: int) -> list[Item]:
+    """The first `count` items of each task, all for 0."""
+    seen: Counter[str] = Counter()
+    kept = []
+    for item in items:
+        if tasks is None or item.task in tasks:
+            seen[item.task] += 1
+            if not count or seen[item.task] <= count:
+                kept.append(item)
+    return kept

@@ -1,0 +1,234 @@
+"""The tables and plots of a report."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .methods import EMPTY, FULL
+
+CONTROLS = (FULL, EMPTY)
+
+
+def markdown(summary: dict[str, Any], against: str) -> str:
+    """The whole report as Markdown, in the shape of the paper's tables: methods × kept fractions."""
+    parts = [_gate(summary)]
+    for name, group in summary["groups"].items():
+        parts.append(_means(name, group))
+    differences = summary["groups"]["gated mean"]["difference"]
+    if differences:
+        parts.append(_differences(differences, against))
+    parts += [_by_task(summary, task) for task in summary["by_task"]]
+    parts += [_depth(summary["by_depth"]), _budgets(summary), _costs(summary["costs"]), _provenance(summary)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _header(cells: Sequence[str]) -> str:
+    return _row(cells) + "\n" + "|---" * len(cells) + "|"
+
+
+def _fractions(table: dict[str, dict[str, Any]]) -> list[str]:
+    """Largest first."""
+    found = {fraction for method, cells in table.items() if method not in CONTROLS for fraction in cells}
+    return sorted(found, key=float, reverse=True)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _interval(value: dict[str, float] | None) -> str:
+    return "" if value is None else f"{value['mean']:.3f} ±{(value['high'] - value['low']) / 2:.3f}"
+
+
+def _gate(summary: dict[str, Any]) -> str:
+    gate = summary["gate"]
+    lines = [
+        "## Which tasks measure the KV cache",
+        "",
+        f"A task counts in means if the full cache reaches {gate['least_full']:.2f} and the attention cache emptied, "
+        f"GDN states kept, at most {gate['most_empty']:.2f}.",
+        "",
+        _header(["task", "family", "contexts", "tokens", "full", "emptied", "counted"]),
+    ]
+    for task in gate["tasks"]:
+        counted = "yes" if task["passed"] else "no"
+        numbers = [str(task["contexts"]), f"{task['tokens']:.0f}", _number(task["full"]), _number(task["empty"])]
+        lines.append(_row([task["task"], task["family"], *numbers, counted]))
+    return "\n".join(lines)
+
+
+def _means(name: str, group: dict[str, Any]) -> str:
+    table = group["mean"]
+    fractions = _fractions(table)
+    title = "Gated mean" if name == "gated mean" else f"Family: {name}"
+    lines = [f"## {title}", "", f"Tasks: {', '.join(group['tasks']) or 'none'}. "]
+    if not group["tasks"]:
+        return "\n".join(lines)
+    lines[-1] += f"Full cache {_interval(table[FULL]['1'])}, emptied {_interval(table[EMPTY]['0'])}."
+    lines += ["", _header(["kept fraction", *fractions])]
+    for method, cells in table.items():
+        if method not in CONTROLS:
+            lines.append(_row([method, *(_interval(cells.get(fraction)) for fraction in fractions)]))
+    return "\n".join(lines)
+
+
+def _differences(table: dict[str, dict[str, Any]], against: str) -> str:
+    fractions = _fractions(table)
+    lines = [
+        f"## {against} minus the others, paired",
+        "",
+        "Gated mean with 95 % interval; bold where the interval leaves out zero.",
+        "",
+        _header(["kept fraction", *fractions]),
+    ]
+    for method, cells in table.items():
+        if method in CONTROLS:
+            continue
+        row = []
+        for fraction in fractions:
+            cell = cells.get(fraction)
+            text = "" if cell is None else f"{cell['mean']:+.3f} ({cell['low']:+.3f}…{cell['high']:+.3f})"
+            row.append(f"**{text}**" if cell and (cell["low"] > 0 or cell["high"] < 0) else text)
+        lines.append(_row([method, *row]))
+    return "\n".join(lines)
+
+
+def _by_task(summary: dict[str, Any], task: str) -> str:
+    table = summary["by_task"][task]
+    fractions = _fractions(table)
+    passed = next(gate["passed"] for gate in summary["gate"]["tasks"] if gate["task"] == task)
+    lines = [
+        f"### {task}{'' if passed else ' (not counted)'}",
+        "",
+        f"Full cache {_number(table[FULL]['1'])}, emptied {_number(table[EMPTY]['0'])}.",
+        "",
+        _header(["kept fraction", *fractions]),
+    ]
+    for method, cells in table.items():
+        if method not in CONTROLS:
+            lines.append(_row([method, *(_number(cells.get(fraction)) for fraction in fractions)]))
+    return "\n".join(lines)
+
+
+def _depth(by_depth: dict[str, Any]) -> str:
+    fraction = f"{by_depth['fraction']:g}"
+    lines = [
+        f"## By depth of the answer, kept fraction {fraction}",
+        "",
+        _header(["method", "first quarter", "second", "third", "last"]),
+    ]
+    for method, cells in by_depth["quartiles"].items():
+        if fraction in cells:
+            lines.append(_row([method, *map(_number, cells[fraction])]))
+    return "\n".join(lines)
+
+
+def _budgets(summary: dict[str, Any]) -> str:
+    achieved, share = summary["achieved"], summary["kv_share"]
+    fractions = _fractions(achieved)
+    lines = [
+        "## Kept entries, and bytes of the attention cache",
+        "",
+        "Achieved kept fraction / bytes held over bytes of the full cache.",
+        "",
+        _header(["kept fraction", *fractions]),
+    ]
+    for method in achieved:
+        if method not in CONTROLS:
+            cells = [f"{achieved[method][p]:.3f} / {share[method][p]:.3f}" for p in fractions if p in achieved[method]]
+            lines.append(_row([method, *cells]))
+    return "\n".join(lines)
+
+
+def _costs(costs: dict[str, Any]) -> str:
+    lines = [
+        "## Cost of scoring",
+        "",
+        f"Median share of the prefill of the same context (median prefill {costs['prefill_seconds']:.3f} s).",
+        "",
+        _header(["scorer", "share of prefill"]),
+    ]
+    for name, value in sorted(costs["score_share_of_prefill"].items(), key=lambda pair: pair[1]):
+        lines.append(_row([name, f"{value:.2%}"]))
+    return "\n".join(lines)
+
+
+def _provenance(summary: dict[str, Any]) -> str:
+    identity = summary["identity"]
+    run = summary["runs"][0]
+    backend = run["backend"]
+    versions = ", ".join(f"{name} {version}" for name, version in backend["versions"].items())
+    return "\n".join(
+        [
+            "## Provenance",
+            "",
+            f"{summary['contexts']} contexts ({summary['truncated_contexts']} truncated), {summary['questions']} "
+            f"questions. {identity['held']} of {identity['checked']} answers checked against a fresh prefill, "
+            "compaction and question had the same tokens.",
+            "",
+            f"Model {backend['model']} (weights {backend['weights']}), {backend['dtype']}, {backend['attention']} "
+            f"attention, {backend['hardware']}, {backend['threads']} thread(s). {versions}. Commit {run['commit']}.",
+        ]
+    )
+
+
+def plot_curves(summary: dict[str, Any], group: str, path: Path) -> None:
+    """Accuracy over kept fraction with intervals."""
+    axis, figure = _axis((7, 4.5))
+    table = summary["groups"][group]["mean"]
+    fractions = _fractions(table)
+    for number, (method, cells) in enumerate(table.items()):
+        if method in CONTROLS:
+            continue
+        points = [(float(p), cells[p]) for p in fractions if p in cells]
+        x = [p for p, _ in points]
+        style = {"linestyle": ("-", "--", ":")[number // 10 % 3], "linewidth": 2.5 if method == "gatesight" else 1.2}
+        (line,) = axis.plot(x, [c["mean"] for _, c in points], marker=".", label=method, **style)
+        axis.fill_between(
+            x, [c["low"] for _, c in points], [c["high"] for _, c in points], alpha=0.12, color=line.get_color()
+        )
+    axis.axhline(table[FULL]["1"]["mean"], color="grey", linewidth=0.8, label="full cache")
+    axis.set(title=group, xlabel="kept fraction", ylabel="accuracy", xscale="log", ylim=(-0.03, 1.03))
+    axis.set_xticks([float(p) for p in fractions], fractions, fontsize=7)
+    axis.minorticks_off()
+    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def plot_depths(summary: dict[str, Any], method: str, path: Path) -> None:
+    """Needle depth × kept fraction as a heat map."""
+    axis, figure = _axis((6, 3))
+    cells = summary["by_depth"]["quartiles"][method]
+    fractions = sorted(cells, key=float)
+    values = [[float("nan") if v is None else v for v in cells[p]] for p in fractions]
+    image = axis.imshow([list(column) for column in zip(*values, strict=True)], vmin=0, vmax=1, aspect="auto")
+    axis.set(
+        title=f"{method}: accuracy by depth of the answer", xlabel="kept fraction", ylabel="quarter of the context"
+    )
+    axis.set_xticks(range(len(fractions)), fractions, fontsize=7)
+    axis.set_yticks(range(4), ["first", "second", "third", "last"], fontsize=7)
+    figure.colorbar(image)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def plot_costs(summary: dict[str, Any], path: Path) -> None:
+    """Cost of scoring as bars, as a share of prefill."""
+    axis, figure = _axis((6, 3.5))
+    shares = dict(sorted(summary["costs"]["score_share_of_prefill"].items(), key=lambda pair: pair[1]))
+    axis.barh(list(shares), [100 * value for value in shares.values()])
+    axis.set(xlabel="scoring, % of prefill", xscale="log")
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def _axis(size: tuple[float, float]) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=size)
+    return axis, figure

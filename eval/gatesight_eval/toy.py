@@ -1,0 +1,77 @@
+"""The suite of the bundled reference model: twins of RULER's tasks in its closed vocabulary, and shared contexts."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+from gatesight_hf.reference import documents
+from gatesight_hf.reference.documents import Document, Question
+from gatesight_hf.reference.words import MAGIC_WORDS
+
+from . import items
+
+SHORT_NEEDLE = len(documents.needle("key", "1234", short=True))
+
+#: Tasks by name: family and generator. `sparse`: nearly everything is noise and may go. `dense`: every word belongs to
+#: a record that may be asked for, so that nothing can be told to be superfluous.
+TASKS: dict[str, tuple[str, Callable[[random.Random, int], Document]]] = {
+    "niah_single_1": ("sparse", documents.TASKS["niah_single_1"]),
+    "niah_single_2": ("sparse", documents.TASKS["niah_single_2"]),
+    "niah_multikey_1": ("sparse", documents.TASKS["niah_multikey"]),
+    "niah_multikey_2": (
+        "dense",
+        lambda rng, n: documents.needles(rng, n, min(len(MAGIC_WORDS), n // SHORT_NEEDLE), short=True),
+    ),
+    "niah_multivalue": ("several answers", documents.TASKS["niah_multivalue"]),
+    "niah_multiquery": ("several answers", documents.TASKS["niah_multiquery"]),
+    "vt": ("multi-hop", documents.TASKS["vt"]),
+    "qa": ("sparse", documents.TASKS["qa"]),
+    "shared_kv": ("many questions", lambda rng, n: documents.needles(rng, n, 24, asked=8)),
+    "copy": ("verbatim", documents.TASKS["copy"]),
+}
+
+
+def suite(tasks: Sequence[str], length: int, count: int, seeds: Sequence[int]) -> Iterator[items.Item]:
+    """`count` contexts of `length` tokens for each task and data seed.
+
+    Raises:
+        ValueError: An unknown task, or a length too short for the facts.
+    """
+    unknown = sorted(set(tasks) - set(TASKS))
+    if unknown:
+        raise ValueError(f"No toy tasks {unknown}; there are {', '.join(TASKS)}.")
+    if length < 256:
+        raise ValueError(f"The toy suite needs contexts of at least 256 tokens, got {length}.")
+    for task in tasks:
+        family, make = TASKS[task]
+        for seed in seeds:
+            rng = random.Random(f"toy-{task}-{length}-{seed}")
+            for number in range(count):
+                document = make(rng, length)
+                yield items.Item(
+                    id=f"toy/{task}/{length}/{seed}/{number}",
+                    benchmark="toy",
+                    task=task,
+                    family=family,
+                    context=document.text,
+                    questions=tuple(_question(document, question) for question in document.questions),
+                    details={"seed": seed},
+                )
+
+
+def _question(document: Document, question: Question) -> items.Question:
+    return items.Question(
+        text=question.text,
+        references=(question.expected,),
+        max_new_tokens=len(question.answer) + 1,
+        metric="exact_match",
+        depth=_depth(document, question),
+    )
+
+
+def _depth(document: Document, question: Question) -> float | None:
+    """Where the first part of the answer stands in the document, after the key it is asked by."""
+    first = question.answer[: question.answer.index(",")] if "," in question.answer else question.answer
+    for start in range(len(document.words) - len(first) + 1):
+        if document.words[start : start + len(first)] == first:
+            return start / len(document.words)
+    return None

@@ -1,0 +1,105 @@
+"""A surrogate on hidden states, as KVzap and Fast KVzip have it: the ablation of GateSight's signals."""
+
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import EstimatorMismatchError
+from ..features import AGES, age_features
+from ..hybrid import HybridSpec
+from ..mlp import CONFIG_NAME, MLPConfig, MLPScorer
+from ..scoring import Needs, Prefill
+
+KIND = "hidden_states"
+
+
+@dataclass(frozen=True)
+class HiddenStateConfig(MLPConfig):
+    """What a hidden-state scorer is made for and of.
+
+    Attributes:
+        base_model: Hub id or name of the model it was trained on.
+        fingerprint: The layout it fits (`HybridSpec`).
+        num_attention_layers: L.
+        num_key_value_heads: H.
+        model_width: C, channels of a hidden state.
+        hidden_size: Width of the MLPs' hidden layer.
+        kind: Tells this format from others.
+    """
+
+    base_model: str
+    fingerprint: str
+    num_attention_layers: int
+    num_key_value_heads: int
+    model_width: int
+    hidden_size: int = 64
+    kind: str = KIND
+
+    @classmethod
+    def for_model(
+        cls, spec: HybridSpec, base_model: str, model_width: int, hidden_size: int = 64
+    ) -> "HiddenStateConfig":
+        return cls(
+            base_model=base_model,
+            fingerprint=spec.fingerprint,
+            num_attention_layers=spec.num_attention_layers,
+            num_key_value_heads=spec.num_key_value_heads,
+            model_width=model_width,
+            hidden_size=hidden_size,
+        )
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "HiddenStateConfig":
+        names = {f.name for f in fields(cls)}
+        if set(data) != names or data["kind"] != KIND:
+            raise ValueError(
+                f"{CONFIG_NAME} is not that of a hidden-state scorer (kind {data.get('kind')!r}): missing keys "
+                f"{sorted(names - set(data))}, unknown keys {sorted(set(data) - names)}."
+            )
+        config = cls(**data)
+        if not isinstance(config.base_model, str) or not isinstance(config.fingerprint, str):
+            raise ValueError(f"{CONFIG_NAME}: base_model and fingerprint must be text.")
+        sizes = (config.num_attention_layers, config.num_key_value_heads, config.model_width, config.hidden_size)
+        if not all(type(n) is int and 1 <= n <= 65536 for n in sizes):
+            raise ValueError(f"{CONFIG_NAME}: implausible sizes {sizes}.")
+        return config
+
+    @property
+    def num_layers(self) -> int:
+        return self.num_attention_layers
+
+    def input_size(self, ordinal: int) -> int:
+        """Inputs of one MLP: the hidden state and 3 ages."""
+        return self.model_width + len(AGES)
+
+
+class HiddenStateScorer(MLPScorer[HiddenStateConfig]):
+    """Predicted utility of KV entries from the attention layer's own input, as KVzap has it (arXiv 2601.07891).
+
+    The network, the ages, the target and the training documents are those of `Estimator`; only the inputs differ. So
+    the difference between both is what GDN signals are worth.
+    """
+
+    config_class = HiddenStateConfig
+    needs: ClassVar[Needs] = Needs(hidden=True)
+
+    def check(self, spec: HybridSpec) -> None:
+        """Raises EstimatorMismatchError unless the scorer was trained for this layout."""
+        if spec.fingerprint != self.config.fingerprint:
+            raise EstimatorMismatchError(
+                f"This hidden-state scorer was trained for {self.config.base_model!r}, layout "
+                f"{self.config.fingerprint}. The model is {spec.describe()}. Train one with "
+                "`gatesight train --hidden-states`."
+            )
+
+    def inputs(self, prefill: Prefill, ordinal: int, row: int, start: int, stop: int) -> Tensor:
+        hidden, length = prefill.hidden[ordinal][row], prefill.lengths[row]
+        pads = len(hidden) - length
+        return hidden_inputs(hidden[pads + start : pads + stop], start, length)
+
+
+def hidden_inputs(hidden: Tensor, start: int, length: int) -> Tensor:
+    """Inputs `[n, C + 3]`, float32, of n tokens with hidden states `[n, C]` from `start` on, of `length` in all."""
+    return torch.cat([hidden.float(), age_features(start, start + len(hidden), length, hidden.device)], dim=-1)
