@@ -8,10 +8,10 @@ import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-Allocation = Literal["gate", "flat", "pyramid", "global"]
+Allocation = Literal["gate", "flat", "pyramid", "score", "global"]
 ALLOCATIONS: tuple[str, ...] = get_args(Allocation)
 #: Those that give each layer a share before scores are known.
-SHARED = ALLOCATIONS[:-1]
+SHARED = ALLOCATIONS[:3]
 
 #: PyramidKV's β (arXiv 2406.02069): the last layer's budget is the mean divided by it.
 PYRAMID_BETA = 20
@@ -66,12 +66,12 @@ def layer_weights(
         gate_exponent: Likewise.
 
     Raises:
-        ValueError: Unknown allocation, `gate` without a positive mean for each layer, or `global`, which has no layer
-            shares: entries of all layers compete by their scores (`selection.select_global`).
+        ValueError: Unknown allocation, `gate` without a positive mean for each layer, or one that gives layers no share
+            before scores are known.
     """
     check_allocation(allocation)
-    if allocation == "global":
-        raise ValueError("allocation='global' gives layers no shares before scores are known.")
+    if allocation not in SHARED:
+        raise ValueError(f"allocation={allocation!r} gives layers no shares before scores are known.")
     if allocation == "flat" or layers == 1:
         return [1.0] * layers
     if allocation == "pyramid":
@@ -124,8 +124,21 @@ def allocate(
     weights = layer_weights(allocation, layers, gate_means, gate_exponent)
     if length == 0:
         return [0] * layers
-    total = total_budget(kept_fraction, length, layers)
-    kept = _round_to_sum(_bounded_shares(total, weights, length), total, length)
+    return spread(total_budget(kept_fraction, length, layers), weights, length, block_size)
+
+
+def spread(total: int, weights: Sequence[float], length: int, block_size: int = 1) -> list[int]:
+    """`total` entries over layers in proportion to `weights`, at least 1 and at most `length` each.
+
+    Args:
+        total: Entries per KV head of all layers together.
+        weights: Of each layer, not negative; not all 0.
+        length: See `allocate`.
+        block_size: Likewise.
+    """
+    # A layer without any weight gets its one entry, where a scale would be infinite.
+    least = 1e-6 * sum(weights)
+    kept = _round_to_sum(_bounded_shares(total, [max(w, least) for w in weights], length), total, length)
     return [min(length, -(-k // block_size) * block_size) for k in kept]
 
 

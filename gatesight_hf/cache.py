@@ -35,9 +35,10 @@ class GateSightCache(Cache, SignalSink):
         model (`PreTrainedModel`): The hybrid model; hooks are attached to it once (`gatesight_hf.signals.attach`).
         kept_fraction (`float`): Share of KV entries outside the protected prefix that stays, in (0, 1].
         protected_prefix (`int`): First tokens of each row that always stay and are not counted.
-        allocation (`str`): How layers share the budget: `gate` (mean output gate), `flat` or `pyramid`; or `global`:
-            entries of all layers and heads compete by their scores, as in KVzip. Layers are filled up to their fullest
-            head then, so that `global` frees less memory than it evicts.
+        allocation (`str`): How layers share the budget: `gate` (mean output gate), `flat` or `pyramid`; `score`: in
+            proportion to how many of a layer's entries are among the best of all layers; or `global`: entries of all
+            layers and heads compete by their scores, as in KVzip, and layers are filled up to their fullest head, so
+            that less memory is freed than entries are evicted.
         block_size (`int`): Round each layer's entries up to whole blocks, as paged engines do.
         gate_exponent (`float`): Power of the mean output gate in `gate` shares.
 

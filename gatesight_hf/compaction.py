@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .budget import allocate, check_allocation, check_gate_exponent, check_kept_fraction, total_budget
-from .scoring import Prefill, Scorer, checked_scores
-from .selection import select, select_global
+from .budget import allocate, check_allocation, check_gate_exponent, check_kept_fraction, spread, total_budget
+from .scoring import Prefill, Scorer, Scores, checked_scores
+from .selection import best_of_all, select, select_global
 
 
 @dataclass(frozen=True)
@@ -105,24 +105,32 @@ def plan_compaction(
         raise ValueError(f"Row {lengths.index(0)} of the context has no tokens, only padding.")
     protected = [min(options.protected_prefix, length) for length in lengths]
     evictable = [length - first for length, first in zip(lengths, protected, strict=True)]
+    budgets = [total_budget(options.kept_fraction, n, count) for n in evictable]
     if options.allocation == "global":
-        budgets = [total_budget(options.kept_fraction, n, count) for n in evictable]
         layers = _plan_global(prefill, scorer, budgets, options.protected_prefix)
         kept = [[_fullest_head(layer, row) for layer in layers] for row in range(len(lengths))]
         entries = sum(budgets)
     else:
-        counts = [
-            allocate(
-                options.kept_fraction,
-                n,
-                count,
-                allocation=options.allocation,
-                gate_means=gate_means[row] if gate_means else None,
-                gate_exponent=options.gate_exponent,
-                block_size=options.block_size,
-            )
-            for row, n in enumerate(evictable)
-        ]
+        if options.allocation == "score":
+            scorer = Scores(checked_scores(scorer, prefill))
+            shares = _shares_by_score(scorer.of, budgets, lengths, options.protected_prefix)
+            counts = [
+                spread(total, weights, n, options.block_size) if n else [0] * count
+                for total, weights, n in zip(budgets, shares, evictable, strict=True)
+            ]
+        else:
+            counts = [
+                allocate(
+                    options.kept_fraction,
+                    n,
+                    count,
+                    allocation=options.allocation,
+                    gate_means=gate_means[row] if gate_means else None,
+                    gate_exponent=options.gate_exponent,
+                    block_size=options.block_size,
+                )
+                for row, n in enumerate(evictable)
+            ]
         layers = _plan_layers(prefill, scorer, counts, evictable, options.protected_prefix)
         kept = [[k + protected[row] for k in counts[row]] for row in range(len(lengths))]
         entries = sum(map(sum, counts))
@@ -135,6 +143,16 @@ def plan_compaction(
         gate_means=gate_means,
         kv_bytes_before=kv_bytes_before,
     )
+
+
+def _shares_by_score(
+    scores: list[Tensor], budgets: list[int], lengths: list[int], protected_prefix: int
+) -> list[list[float]]:
+    """By row and layer, how many of the layer's entries are among the best of all layers, per head."""
+    heads = scores[0].shape[1]
+    best = best_of_all(scores, [heads * n for n in budgets], lengths, protected_prefix)
+    counted = torch.stack([of_layer.sum((1, 2)).cpu() for of_layer in best], dim=1)
+    return (counted / heads).tolist()
 
 
 def _plan_layers(

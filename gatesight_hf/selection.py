@@ -63,20 +63,32 @@ def select_global(
     Raises:
         ValueError: A score that is NaN.
     """
-    batch, _, slots = scores[0].shape
-    keep = [torch.zeros_like(of_layer, dtype=torch.bool) for of_layer in scores]
-    for row in range(batch):
-        start = slots - lengths[row]
-        first = start + min(protected_prefix, lengths[row])
+    keep = best_of_all(scores, totals, lengths, protected_prefix)
+    for row, length in enumerate(lengths):
+        start = scores[0].shape[-1] - length
+        for of_layer in keep:
+            of_layer[row, :, start : start + min(protected_prefix, length)] = True
+    return [_packed(of_layer) for of_layer in keep]
+
+
+def best_of_all(scores: list[Tensor], totals: list[int], lengths: list[int], protected_prefix: int = 0) -> list[Tensor]:
+    """Which entries outside the protected prefix are the best of all layers and heads, per layer `[B, H, T]` (bool).
+
+    Args, Raises:
+        See `select_global`.
+    """
+    slots = scores[0].shape[-1]
+    best = [torch.zeros_like(of_layer, dtype=torch.bool) for of_layer in scores]
+    for row, length in enumerate(lengths):
+        first = slots - length + min(protected_prefix, length)
         candidates = torch.cat([of_layer[row, :, first:].flatten().to(scores[0].device) for of_layer in scores])
         _refuse_nan(candidates)
         chosen = torch.zeros_like(candidates, dtype=torch.bool)
         chosen[candidates.topk(totals[row], sorted=False).indices] = True
         of_layers = chosen.split([of_layer[row, :, first:].numel() for of_layer in scores])
-        for mask, part in zip(keep, of_layers, strict=True):
-            mask[row, :, start:first] = True
+        for mask, part in zip(best, of_layers, strict=True):
             mask[row, :, first:] = part.view(mask.shape[1], -1).to(mask.device)
-    return [_packed(mask) for mask in keep]
+    return best
 
 
 def _packed(keep: Tensor) -> tuple[Tensor, Tensor]:
