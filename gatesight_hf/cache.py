@@ -242,10 +242,17 @@ class GateSightCache(Cache, SignalSink):
             raise CacheStateError("A compacted cache cannot be compacted otherwise: fork it without options.")
         if scorer is not None:
             self._check_recorded(scorer)
+        wanted = replace(self.options, **options)
+        recorded = self._recording is not None and self.get_seq_length() > 0
+        if recorded and wanted.allocation == "gate" != self.options.allocation and not self.report().gate_means:
+            raise CacheStateError(
+                f"allocation='gate' needs output gates, which a cache with allocation={self.options.allocation!r} does "
+                "not record: prefill it with allocation='gate', and fork it with any."
+            )
         child = object.__new__(type(self))
         vars(child).update(vars(self))
         child.scorer = scorer or self.scorer
-        child.options = replace(self.options, **options)
+        child.options = wanted
         child.layers = [layer.fork() for layer in self._all_layers]
         if self._recording is not None:
             child._recording = self._recording.copy(child.scorer.needs)

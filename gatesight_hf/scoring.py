@@ -131,7 +131,7 @@ class Scores:
         of: Per attention ordinal, `[B, H, T]`.
     """
 
-    of: list[Tensor]
+    of: list[Tensor] = field(repr=False)
     needs: ClassVar[Needs] = Needs()
 
     def check(self, spec: HybridSpec) -> None:
@@ -146,7 +146,7 @@ def checked_scores(scorer: Scorer, prefill: Prefill) -> list[Tensor]:
     """What `scorer` gives for `prefill`, on the entries' devices.
 
     Raises:
-        ValueError: Another number of layers, a wrong shape, or NaN for an entry.
+        ValueError: Another number of layers, or a wrong shape. NaN is refused by the selection, which knows the pads.
     """
     with torch.no_grad():
         scores = scorer.score(prefill)

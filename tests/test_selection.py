@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gatesight_hf.selection import select
+from gatesight_hf.selection import select, select_global
 
 pytestmark = pytest.mark.core
 
@@ -108,3 +108,65 @@ def test_scores_are_not_changed():
     before = scores.clone()
     select(scores, [3, 2], [10, 6], 2)
     assert torch.equal(scores, before)
+
+
+# -- all layers and heads together -------------------------------------------------------------------------------------
+
+
+def expected_global(
+    scores: list[Tensor], total: int, length: int, row: int, protected: int
+) -> set[tuple[int, int, int]]:
+    """(layer, head, slot) of what one row keeps, by sorting in Python; scores without ties."""
+    slots = scores[0].shape[2]
+    first = slots - length + min(protected, length)
+    heads = range(scores[0].shape[1])
+    everywhere = [(j, h, i) for j in range(len(scores)) for h in heads for i in range(first, slots)]
+    best = sorted(everywhere, key=lambda at: -float(scores[at[0]][row, at[1], at[2]]))[:total]
+    return set(best) | {(j, h, i) for j in range(len(scores)) for h in heads for i in range(slots - length, first)}
+
+
+@pytest.mark.parametrize("protected", [0, 2, 9, 100])
+@pytest.mark.parametrize("totals", [[0, 0, 0], [1, 3, 2], [20, 5, 0]])
+def test_global_selection_is_the_best_of_all_layers_and_heads(protected: int, totals: list[int]) -> None:
+    lengths = [9, 1, 5]
+    scores = [torch.randn(3, 2, 9) + shift for shift in (0.0, 1.0, -0.5)]
+    for of_layer in scores:
+        of_layer[1, :, :8] = of_layer[2, :, :4] = torch.nan  # pads
+    room = [3 * 2 * (length - min(protected, length)) for length in lengths]
+    totals = [min(total, most) for total, most in zip(totals, room, strict=True)]
+    chosen = select_global(scores, totals, lengths, protected)
+    for row, length in enumerate(lengths):
+        kept = set()
+        for j, (indices, valid) in enumerate(chosen):
+            assert indices.shape == valid.shape
+            assert not indices[~valid].any(), "filled up with slot 0"
+            assert valid.any(dim=(0, 1)).all(), "no wider than the fullest head"
+            for head in range(2):
+                slots = indices[row, head, valid[row, head]].tolist()
+                assert slots == sorted(slots)
+                assert not valid[row, head, len(slots) :].any(), "real entries come first"
+                kept |= {(j, head, slot) for slot in slots}
+        assert kept == expected_global(scores, totals[row], length, row, protected)
+
+
+def test_global_selection_does_not_depend_on_the_order_of_layers_or_heads() -> None:
+    scores = [torch.randn(2, 3, 20) for _ in range(3)]
+    chosen = select_global(scores, [50, 31], [20, 14], 1)
+    for order in itertools.permutations(range(3)):
+        again = select_global([scores[j][:, order] for j in order], [50, 31], [20, 14], 1)
+        for (indices, valid), j in zip(again, order, strict=True):
+            assert torch.equal(indices, chosen[j][0][:, order])
+            assert torch.equal(valid, chosen[j][1][:, order])
+
+
+@pytest.mark.parametrize("value", [0.0, -torch.inf, torch.inf])
+def test_global_ties_keep_the_exact_total(value: float) -> None:
+    chosen = select_global([torch.full((1, 2, 10), value)] * 3, [23], [10], 2)
+    assert sum(int(valid.sum()) for _, valid in chosen) == 23 + 3 * 2 * 2
+
+
+def test_global_selection_refuses_nan_for_an_entry_of_any_layer() -> None:
+    scores = [torch.zeros(1, 2, 8), torch.zeros(1, 2, 8)]
+    scores[1][0, 1, 7] = torch.nan
+    with pytest.raises(ValueError, match="NaN"):
+        select_global(scores, [3], [8])

@@ -47,10 +47,10 @@ def add_evaluate(verbs: Verbs) -> None:  # type: ignore[valid-type]
     )
     verb.add_argument("--hidden-states", type=Path, metavar="FOLDER", help="scorer for the row hidden_states")
     verb.add_argument("--calibration", type=Path, metavar="FILE", help="TriAttention: saved statistics, or plain .txt")
-    verb.add_argument("--options", type=json.loads, default={}, help='of scorers, JSON: {"snapkv": {"window": 32}}')
+    verb.add_argument("--options", default="{}", help='of scorers, JSON: {"snapkv": {"window": 32}}')
     verb.add_argument("--max-length", type=int, help="longer sequences lose the middle of their context")
     verb.add_argument("--chat-template", action="store_true", help="put contexts and questions into the chat template")
-    verb.add_argument("--template-options", type=json.loads, default={}, help='JSON: {"enable_thinking": false}')
+    verb.add_argument("--template-options", default="{}", help='JSON: {"enable_thinking": false}')
     verb.add_argument("--prefill-chunk-size", type=int, help="tokens per forward of a prefill")
     verb.add_argument("--rows", type=int, help="methods answered in one batch (default: reference model 16, else 1)")
     verb.add_argument("--threads", type=int, help="of torch on the CPU")
@@ -88,8 +88,13 @@ def _evaluate(args: argparse.Namespace) -> None:
     from .run import evaluate
     from .store import RunFolder
 
+    for name in ("threads", "rows", "prefill_chunk_size"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}.")
     if args.threads:
         torch.set_num_threads(args.threads)
+    for name in ("options", "template_options"):
+        setattr(args, name, _json_object(name, getattr(args, name)))
     cells = cells_of([Method.parse(label) for label in args.method.split(",")], _fractions(args.kept))
     model, tokenizer = _load(args.model)
     is_reference = args.model == "reference"
@@ -101,6 +106,16 @@ def _evaluate(args: argparse.Namespace) -> None:
     prompter = Prompter(tokenizer, args.chat_template, args.max_length, args.template_options)
     folder = RunFolder(args.out, _manifest(args, data, backend.describe(), dict(scorers.options)))
     evaluate(items, backend, prompter, cells, folder)
+
+
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--{name.replace('_', '-')} {text}: no JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"--{name.replace('_', '-')} {text}: give a JSON object, {{…}}.")
+    return value
 
 
 def _fractions(text: str) -> list[float]:
@@ -180,10 +195,11 @@ def _report(args: argparse.Namespace) -> None:
     out = args.out or args.runs[0] / "report"
     out.parent.mkdir(parents=True, exist_ok=True)
     text = markdown(summary, args.against)
-    out.with_suffix(".json").write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    out.with_suffix(".md").write_text(text, encoding="utf-8")
-    plot_curves(summary, "gated mean", out.with_name(out.name + "-curves.png"))
+    record = json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False)
+    out.with_name(out.name + ".json").write_text(record + "\n", encoding="utf-8")
+    out.with_name(out.name + ".md").write_text(text, encoding="utf-8")
+    if summary["groups"]["gated mean"]["tasks"]:
+        plot_curves(summary, "gated mean", out.with_name(out.name + "-curves.png"))
     plot_costs(summary, out.with_name(out.name + "-costs.png"))
-    if args.against in summary["by_depth"]["quartiles"]:
-        plot_depths(summary, args.against, out.with_name(out.name + "-depths.png"))
-    print(json.dumps(summary, indent=2, ensure_ascii=False) if args.json else text)
+    plot_depths(summary, args.against, out.with_name(out.name + "-depths.png"))
+    print(record if args.json else text)

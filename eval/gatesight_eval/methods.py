@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from gatesight_hf.methods import (
 #: Controls that have no scorer of their own: everything kept; GDN states alone; the true utility for the questions.
 FULL, EMPTY, ORACLE = "full", "empty", "oracle"
 
-_LABEL = re.compile(r"([a-z][a-z0-9_]*)(?:@([a-z]+)(?:\^([0-9.]+))?)?")
+_LABEL = re.compile(r"([a-z][a-z0-9_]*)(?:@([a-z]+)(?:\^([0-9]+(?:\.[0-9]+)?))?)?")
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Method:
     @property
     def label(self) -> str:
         if self.gate_exponent != 1:
-            return f"{self.scorer}@{self.allocation}^{self.gate_exponent:g}"
+            return f"{self.scorer}@{self.allocation}^{np.format_float_positional(self.gate_exponent, trim='-')}"
         return self.scorer if self.allocation == "gate" else f"{self.scorer}@{self.allocation}"
 
 
@@ -78,9 +79,10 @@ class Cell:
 
 
 def cells_of(methods: list[Method], kept_fractions: list[float]) -> list[Cell]:
-    """Both controls, then every method at every kept fraction, largest first."""
+    """Both controls, then every other method at every kept fraction, largest first; each cell once."""
     controls = [Cell(Method(FULL), 1.0), Cell(Method(EMPTY), 0.0)]
-    return controls + [Cell(m, p) for m in methods for p in sorted(set(kept_fractions), reverse=True)]
+    rows = [method for method in dict.fromkeys(methods) if method.scorer not in (FULL, EMPTY)]
+    return controls + [Cell(m, p) for m in rows for p in sorted(set(kept_fractions), reverse=True)]
 
 
 @dataclass
@@ -107,6 +109,9 @@ class ScorerFactory:
         unknown = sorted(set(self.options) - set(self.names))
         if unknown:
             raise ValueError(f"Options for unknown methods {unknown}; there are {', '.join(self.names)}.")
+        for name, options in self.options.items():
+            if not isinstance(options, Mapping):
+                raise ValueError(f'Options of {name} are an object such as {{"window": 32}}, got {options!r}.')
 
     @property
     def names(self) -> list[str]:
@@ -119,7 +124,9 @@ class ScorerFactory:
             ValueError: There is none, or something that it needs was not given.
         """
         if name not in self.names:
-            raise ValueError(f"No method {name!r}; there are {', '.join([*self.names, ORACLE])}.")
+            raise ValueError(
+                f"No method {name!r}; there are {', '.join([*self.names, ORACLE])}, and each --estimator NAME=FOLDER."
+            )
         if name == "random":
             return RandomScorer(seed)
         if name not in self._made:

@@ -14,6 +14,8 @@ from .store import COSTS, RESULTS, read_lines, read_manifest
 #: A task measures the KV cache if the model solves it with the full cache and not with an empty one.
 LEAST_FULL, MOST_EMPTY = 0.9, 0.1
 QUARTILES = 4
+#: What two runs' lines of one context must have in common for their methods to be joined.
+JOINED = ("tokens", "protected_prefix", "kv_bytes", "questions")
 
 Row = tuple[str, float]
 
@@ -39,20 +41,30 @@ class Results:
         revised: Read the revised scores instead of the official ones.
 
     Raises:
-        ValueError: No contexts, or contexts that not all methods answered.
+        ValueError: No contexts, contexts that not all methods answered, or runs that cannot be joined: of other models,
+            or of other tokens or questions of a context.
     """
 
     def __init__(self, folders: Sequence[Path], revised: bool = False) -> None:
         self.manifests = [read_manifest(folder) for folder in folders]
+        if len({manifest["backend"]["weights"] for manifest in self.manifests}) > 1:
+            raise ValueError(f"Not of one model: {', '.join(map(str, folders))}. Report each model by itself.")
         self.contexts: dict[str, dict[str, Any]] = {}
         self.costs: list[dict[str, Any]] = []
         for folder in folders:
             for line in read_lines(folder / RESULTS):
                 held = self.contexts.setdefault(line["item"], line)
                 if held is not line:
+                    different = [name for name in JOINED if held[name] != line[name]]
+                    if different:
+                        raise ValueError(
+                            f"{folder} has the context {line['item']} as another run, but {', '.join(different)} "
+                            "differ: such methods cannot be joined."
+                        )
                     known = {(cell["method"], cell["kept_fraction"]) for cell in held["cells"]}
                     new = [cell for cell in line["cells"] if (cell["method"], cell["kept_fraction"]) not in known]
-                    self.contexts[line["item"]] = {**held, "cells": held["cells"] + new}
+                    sums = {name: held[name] + line[name] for name in ("identity_checked", "identity_held")}
+                    self.contexts[line["item"]] = {**held, **sums, "cells": held["cells"] + new}
             self.costs += read_lines(folder / COSTS)
         if not self.contexts:
             raise ValueError(f"No finished contexts in {', '.join(map(str, folders))}.")
@@ -61,8 +73,13 @@ class Results:
         self.families = {context["task"]: context["family"] for context in self.contexts.values()}
         rows = [self._rows(context) for context in self.contexts.values()]
         self.rows = rows[0]
-        if any(set(other) != set(self.rows) for other in rows):
-            raise ValueError("Not all contexts were answered by the same methods at the same kept fractions.")
+        for item, other in zip(self.contexts, rows, strict=True):
+            if set(other) != set(self.rows):
+                cells = ", ".join(f"{method} at {p:g}" for method, p in sorted(set(other) ^ set(self.rows)))
+                raise ValueError(
+                    f"{item} and {next(iter(self.contexts))} were not answered by the same methods at the same kept "
+                    f"fractions: {cells}. Finish the runs, or leave one out."
+                )
 
     @staticmethod
     def _rows(context: dict[str, Any]) -> list[Row]:
@@ -120,14 +137,25 @@ def summarise(results: Results, against: str, depth_fraction: float, resamples: 
         against: The method that others are compared with, such as `gatesight`.
         depth_fraction: Kept fraction at which results by depth are given.
         resamples: Of the bootstrap.
+
+    Raises:
+        ValueError: `against` or `depth_fraction` was not measured.
     """
+    if against not in results.methods:
+        raise ValueError(f"--against {against}: not among the measured methods, {', '.join(results.methods)}.")
+    if depth_fraction not in results.fractions:
+        measured = ", ".join(f"{fraction:g}" for fraction in results.fractions)
+        raise ValueError(f"--depth-fraction {depth_fraction:g}: not among the measured kept fractions, {measured}.")
     gates = results.gates()
     gated = [gate.task for gate in gates if gate.passed]
     groups = {"gated mean": gated}
     for family in dict.fromkeys(gate.family for gate in gates if gate.passed):
         groups[family] = [gate.task for gate in gates if gate.passed and gate.family == family]
-    means = {}
+    means: dict[str, dict[str, Any]] = {}
     for name, tasks in groups.items():
+        if not tasks:
+            means[name] = {"tasks": [], "mean": {}, "difference": {}}
+            continue
         by_row = {row: results.accuracies(row, tasks) for row in results.rows}
         bootstrap = PairedBootstrap({task: len(values) for task, values in by_row[results.rows[0]].items()}, resamples)
         means[name] = {
@@ -198,8 +226,6 @@ def _by_depth(results: Results, tasks: Sequence[str], fraction: float) -> dict[s
             quartiles.append(sum(found) / len(found) if found else None)
         return quartiles
 
-    if fraction not in results.fractions:
-        raise ValueError(f"No results at kept fraction {fraction:g}; there are {results.fractions}.")
     table = _table(results, at)
     return {"fraction": fraction, "quartiles": table}
 

@@ -25,12 +25,17 @@ class PairedBootstrap:
     """Draws contexts with replacement within each task, `resamples` times, once for all methods.
 
     Args:
-        counts: Contexts of each task.
+        counts: Contexts of each task; at least one task.
         resamples: How often.
         seed: Of the draws.
+
+    Raises:
+        ValueError: No tasks.
     """
 
     def __init__(self, counts: Mapping[str, int], resamples: int = 1000, seed: int = 0) -> None:
+        if not counts:
+            raise ValueError("A mean over no tasks.")
         rng = np.random.default_rng(seed)
         self._draws = {task: rng.integers(0, n, size=(resamples, n)) for task, n in sorted(counts.items())}
 
@@ -43,8 +48,6 @@ class PairedBootstrap:
         return self._interval({task: first[task] - second[task] for task in self._draws})
 
     def _interval(self, values: ByTask) -> Interval:
-        if not self._draws:
-            return Interval(float("nan"), float("nan"), float("nan"))
         means = np.mean([values[task][draws].mean(axis=1) for task, draws in self._draws.items()], axis=0)
         low, high = np.percentile(means, [2.5, 97.5])
         return Interval(float(np.mean([values[task].mean() for task in self._draws])), float(low), float(high))

@@ -67,7 +67,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines: list[dict[str, Any]] = []
-    texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    # Not splitlines: JSON leaves U+2028 and others that it breaks at as they are.
+    texts = path.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
     for number, text in enumerate(texts, 1):
         try:
             lines.append(json.loads(text))

@@ -38,7 +38,9 @@ def load(args: argparse.Namespace, tokenizer: Any) -> Loaded:
 def _toy(args: argparse.Namespace, tasks: Tasks, tokenizer: Any) -> Loaded:
     from . import toy
 
-    seeds = [int(seed) for seed in args.seeds.split(",")]
+    if args.data or _variants(args):
+        raise ValueError("--data and --variants are for ruler and scbench; the toy suite is generated.")
+    seeds = _seeds(args)
     return list(toy.suite(tasks or list(toy.TASKS), args.length, args.count, seeds)), {"generator": "toy"}
 
 
@@ -54,7 +56,7 @@ def _ruler(args: argparse.Namespace, tasks: Tasks, tokenizer: Any) -> Loaded:
         items = _first(ruler.load_kvpress(args.data, args.data_config, revision=args.revision), tasks, args.count)
     else:
         sources = ruler.Sources(haystack=args.haystack, squad=args.squad, hotpotqa=args.hotpotqa)
-        seeds = [int(seed) for seed in args.seeds.split(",")]
+        seeds = _seeds(args)
         if len(seeds) > 1:
             raise ValueError("RULER is generated from one data seed (officially 42): give one to --seeds.")
         seed = seeds[0] if args.seeds != "0" else 42
@@ -71,10 +73,13 @@ def _scbench(
     from . import scbench
 
     source, variants = args.data or "microsoft/SCBench", _variants(args)
+    chosen = tasks or list(scbench.TASKS)
+    # The one variant there is concerns one task.
+    if variants and (variants != ("neutral_prefix",) or "scbench_mf" not in chosen):
+        raise ValueError(f"--variants {args.variants}: SCBench has neutral_prefix alone, and for scbench_mf alone.")
     items: list[Item] = []
-    for task in tasks or list(scbench.TASKS):
-        # The one variant there is concerns one task.
-        variant = variants[0] if variants and task.endswith("mf") else "official"
+    for task in chosen:
+        variant = variants[0] if variants and task == "scbench_mf" else "official"
         items += scbench.load(
             task,
             source,
@@ -88,6 +93,13 @@ def _scbench(
 
 def _variants(args: argparse.Namespace) -> tuple[str, ...]:
     return tuple(filter(None, args.variants.split(",")))
+
+
+def _seeds(args: argparse.Namespace) -> list[int]:
+    try:
+        return [int(seed) for seed in args.seeds.split(",")]
+    except ValueError as error:
+        raise ValueError(f"--seeds {args.seeds}: give whole numbers, with commas between them.") from error
 
 
 def _first(items: Iterable[Item], tasks: Sequence[str] | None, count: int) -> list[Item]:

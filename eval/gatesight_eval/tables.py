@@ -65,9 +65,9 @@ def _means(name: str, group: dict[str, Any]) -> str:
     table = group["mean"]
     fractions = _fractions(table)
     title = "Gated mean" if name == "gated mean" else f"Family: {name}"
-    lines = [f"## {title}", "", f"Tasks: {', '.join(group['tasks']) or 'none'}. "]
     if not group["tasks"]:
-        return "\n".join(lines)
+        return f"## {title}\n\nNo task counts, so there is no mean."
+    lines = [f"## {title}", "", f"Tasks: {', '.join(group['tasks'])}. "]
     lines[-1] += f"Full cache {_interval(table[FULL]['1'])}, emptied {_interval(table[EMPTY]['0'])}."
     lines += ["", _header(["kept fraction", *fractions])]
     for method, cells in table.items():
@@ -139,7 +139,8 @@ def _budgets(summary: dict[str, Any]) -> str:
     ]
     for method in achieved:
         if method not in CONTROLS:
-            cells = [f"{achieved[method][p]:.3f} / {share[method][p]:.3f}" for p in fractions if p in achieved[method]]
+            of_method = achieved[method]
+            cells = [f"{of_method[p]:.3f} / {share[method][p]:.3f}" if p in of_method else "" for p in fractions]
             lines.append(_row([method, *cells]))
     return "\n".join(lines)
 

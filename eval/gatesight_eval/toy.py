@@ -5,11 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from gatesight_hf.reference import documents
 from gatesight_hf.reference.documents import Document, Question
-from gatesight_hf.reference.words import MAGIC_WORDS
 
 from . import items
-
-SHORT_NEEDLE = len(documents.needle("key", "1234", short=True))
 
 #: Tasks by name: family and generator. `sparse`: nearly everything is noise and may go. `dense`: every word belongs to
 #: a record that may be asked for, so that nothing can be told to be superfluous.
@@ -19,13 +16,13 @@ TASKS: dict[str, tuple[str, Callable[[random.Random, int], Document]]] = {
     "niah_multikey_1": ("sparse", documents.TASKS["niah_multikey"]),
     "niah_multikey_2": (
         "dense",
-        lambda rng, n: documents.needles(rng, n, min(len(MAGIC_WORDS), n // SHORT_NEEDLE), short=True),
+        lambda rng, n: documents.needles(rng, n, n // documents.SHORT_NEEDLE, short=True),
     ),
     "niah_multivalue": ("several answers", documents.TASKS["niah_multivalue"]),
     "niah_multiquery": ("several answers", documents.TASKS["niah_multiquery"]),
     "vt": ("multi-hop", documents.TASKS["vt"]),
     "qa": ("sparse", documents.TASKS["qa"]),
-    "shared_kv": ("many questions", lambda rng, n: documents.needles(rng, n, 24, asked=8)),
+    "shared_kv": ("many questions", lambda rng, n: documents.needles(rng, n, 24, asked=4)),
     "copy": ("verbatim", documents.TASKS["copy"]),
 }
 

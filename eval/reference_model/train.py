@@ -35,8 +35,6 @@ MIXED_FROM = 3
 MIXED_LEVELS = (6, 4, 4, 2, 1, 1, 1, 1)
 #: In proportion to how hard they are to learn.
 MIXED_TASKS = ("multi_query", *2 * ("multi_value",), *2 * ("vt",), *3 * ("lookup",), *4 * ("copy",))
-#: Words of the bare form of a needle, which fills dense contexts from end to end.
-SHORT_NEEDLE = len(documents.needle("key", "1234", short=True))
 
 
 def build_config(vocab_size: int, hidden_size: int) -> Qwen3_5TextConfig:
@@ -129,7 +127,7 @@ def sample_document(rng: random.Random, level: int, task: str) -> documents.Docu
     repeated = level >= MIXED_FROM and rng.random() < 0.15
     use_short = short or rng.random() < 0.2
     if use_short and not short and rng.random() < 0.5:
-        count = min(len(words.MAGIC_WORDS), length // SHORT_NEEDLE)
+        count = length // documents.SHORT_NEEDLE
     return documents.needles(rng, length, count, asked=24, short=use_short, repeated=repeated)
 
 

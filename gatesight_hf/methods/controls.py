@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._compat import cache_argument
@@ -55,6 +56,7 @@ class OracleScorer:
         if len(prefill.lengths) > 1 or prefill.fork is None:
             raise ValueError(f"OracleScorer rates one context at a time, got a batch of {len(prefill.lengths)} rows.")
         spec, context = prefill.spec, prefill.lengths[0]
+        pads = prefill.keys[0].shape[2] - context
         best = [keys.new_zeros((keys.shape[1], context), dtype=torch.float32) for keys in prefill.keys]
         for continuation in self.continuations:
             child = prefill.fork()
@@ -62,6 +64,7 @@ class OracleScorer:
             with torch.no_grad(), capture_attention(self.model, spec, child) as views:
                 self.model(ids, **{cache_argument(self.model): child}, use_cache=True, logits_to_keep=1)
             for j, (layer, (view,)) in enumerate(zip(child.attention_layers, views, strict=True)):
-                new = entry_utilities(view.queries[0], layer.keys[0], layer.values[0], context, spec.head_dim**-0.5)
+                keys, values = layer.keys[0, :, pads:], layer.values[0, :, pads:]
+                new = entry_utilities(view.queries[0], keys, values, context, spec.head_dim**-0.5)
                 best[j] = torch.maximum(best[j], new)
-        return [normalise(utilities).unsqueeze(0) for utilities in best]
+        return [F.pad(normalise(utilities), (pads, 0)).unsqueeze(0) for utilities in best]

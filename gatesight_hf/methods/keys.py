@@ -57,7 +57,8 @@ class LagKV(RowScorer):
         both = [
             self._scores(states[:, self.sinks : end].unflatten(1, (partitions, self.lag))) for states in (keys, values)
         ]
-        ranks = torch.stack(both).mean(0).argsort(dim=-1).argsort(dim=-1).to(keys.dtype) / self.lag
+        order = torch.stack(both).mean(0).argsort(dim=-1, stable=True)  # equal scores: the later one ranks higher
+        ranks = order.argsort(dim=-1).to(keys.dtype) / self.lag
         tail = self.lag + row.length - end
         free = F.pad(ranks.flatten(1), (self.sinks, tail))
         return protect(free, first=self.sinks, last=tail)

@@ -1,6 +1,7 @@
 """Methods that read the context's own queries: SnapKV and Expected Attention."""
 
 from dataclasses import dataclass
+from math import inf
 
 import torch
 import torch.nn.functional as F
@@ -79,6 +80,8 @@ class ExpectedAttention(RowScorer):
 
     def __post_init__(self) -> None:
         positive("future", self.future)
+        if isinstance(self.epsilon, bool) or not isinstance(self.epsilon, (int, float)) or not 0 <= self.epsilon < inf:
+            raise ValueError(f"epsilon is a finite number >= 0, got {self.epsilon!r}.")
 
     @property
     def needs(self) -> Needs:

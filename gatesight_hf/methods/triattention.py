@@ -15,7 +15,7 @@ from ..attention import apply_rotary, capture_attention
 from ..cache import GateSightCache
 from ..errors import EstimatorMismatchError
 from ..hybrid import HybridSpec
-from ..scoring import Recorder
+from ..scoring import Prefill, Recorder
 from .base import Row, RowScorer
 
 Nope = Literal["none", "mean", "full"]
@@ -60,14 +60,18 @@ class TriAttention(RowScorer):
         return f"TriAttention(nope={self.nope!r}, mode={self.mode!r}, aggregation={self.aggregation!r})"
 
     def check(self, spec: HybridSpec) -> None:
-        """Raises EstimatorMismatchError unless the statistics are of this layout."""
+        """Raises EstimatorMismatchError unless the statistics are of this layout, and ValueError unless complete."""
         if spec.fingerprint != self.fingerprint:
             raise EstimatorMismatchError(
                 f"These TriAttention statistics are for the layout {self.fingerprint}; the model is {spec.describe()}. "
                 "Calibrate on this model: TriAttention.calibrate(model, ids)."
             )
+        found = [tuple(of_layer["mean"].shape) for of_layer in self.statistics]
+        expected = [(spec.num_attention_heads, spec.head_dim)] * spec.num_attention_layers
+        if found != expected:
+            raise ValueError(f"Mean queries have the shapes {found}, where the layout they name has {expected}.")
 
-    def score(self, prefill: Any) -> list[Tensor]:
+    def score(self, prefill: Prefill) -> list[Tensor]:
         scores = super().score(prefill)
         if self.mode == "per_head":
             shared = torch.stack([of_layer.to(scores[0].device) for of_layer in scores]).mean(0)
@@ -85,7 +89,7 @@ class TriAttention(RowScorer):
         rotary = cos.shape[-1]
         if self.aggregation == "mean":
             cos, sin = cos.mean(0, keepdim=True), sin.mean(0, keepdim=True)
-        turned = apply_rotary(mean.unsqueeze(2), cos, sin)[..., :rotary]
+        turned = apply_rotary(mean.unsqueeze(2).expand(-1, -1, len(cos), -1), cos, sin)[..., :rotary]
         towards = torch.einsum("hgod,hnd->hgon", turned, keys[..., :rotary]).amax(2)
         # Frequencies of a scaled RoPE weigh by the square of the scale: once in the keys, once here.
         scale = row.rotary(torch.zeros(1, dtype=torch.long, device=keys.device))[0][0, : rotary // 2]
@@ -145,10 +149,9 @@ class TriAttention(RowScorer):
             with safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
                 fingerprint = json.loads((file.metadata() or {})["triattention"])["fingerprint"]
-            statistics = [
-                {name: tensors[f"{j}.{name}"] for name in ("mean", "magnitude")} for j in range(len(tensors) // 2)
-            ]
-        except (SafetensorError, KeyError, ValueError) as error:
+            layers = {name.partition(".")[0] for name in tensors}
+            statistics = [{name: tensors[f"{j}.{name}"] for name in ("mean", "magnitude")} for j in range(len(layers))]
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} holds no TriAttention statistics: {error}") from error
         return cls(statistics, fingerprint, **options)
 

@@ -130,6 +130,10 @@ def needle(key: str, number: Sequence[str], short: bool = False) -> list[str]:
     return [*head, key, "is", ":", *number, "."]
 
 
+#: Words of the bare form, which fills dense contexts from end to end.
+SHORT_NEEDLE = len(needle("key", "1234", short=True))
+
+
 def ask_number(key: str, short: bool = False) -> list[str]:
     head = ["question", ":"] if short else "question : what is the special magic number for".split()
     return [*head, key, "?", "answer", ":"]
@@ -148,11 +152,14 @@ def _joined(parts: Sequence[Sequence[str]]) -> list[str]:
 def needles(
     rng: random.Random, length: int, count: int, *, asked: int = 1, short: bool = False, repeated: bool = False
 ) -> Document:
-    """`count` keys with one number each (RULER niah_single for 1, niah_multikey for more); `asked` of them asked."""
-    keys = rng.sample(MAGIC_WORDS, count)
+    """Keys with one number each (RULER niah_single for 1, niah_multikey for more); `asked` of them asked.
+
+    At most as many keys as there are words for them.
+    """
+    keys = rng.sample(MAGIC_WORDS, min(count, len(MAGIC_WORDS)))
     numbers = {key: _number(rng) for key in keys}
     words, planted = _scatter(rng, [needle(key, numbers[key], short) for key in keys], length, repeated)
-    questions = [Question(ask_number(key, short), numbers[key]) for key in rng.sample(keys, min(asked, count))]
+    questions = [Question(ask_number(key, short), numbers[key]) for key in rng.sample(keys, min(asked, len(keys)))]
     return Document(words, questions, planted)
 
 

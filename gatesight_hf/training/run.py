@@ -73,14 +73,16 @@ def read_texts(paths: Sequence[Path]) -> Iterator[str]:
 
 
 def reference_texts(length: int, seed: int) -> Iterator[str]:
-    """Endless documents of the reference model's tasks, `length` tokens each."""
+    """Endless documents of the reference model's tasks, `length` tokens each: few facts, many, or nothing else."""
     rng = random.Random(f"estimator-documents-{seed}")
     while True:
         kind = rng.random()
-        if kind < 0.7:
+        if kind < 0.6:
             document = reference_documents.needles(
-                rng, length, rng.choice([1, 2, 4, 8, 12, 16]), short=rng.random() < 0.2, repeated=rng.random() < 0.15
+                rng, length, rng.choice([1, 2, 4, 8, 16, 24]), short=rng.random() < 0.2, repeated=rng.random() < 0.15
             )
+        elif kind < 0.75:
+            document = reference_documents.needles(rng, length, length // reference_documents.SHORT_NEEDLE, short=True)
         else:
             task = rng.choice(["niah_multivalue", "vt", "qa"])
             document = reference_documents.TASKS[task](rng, length)

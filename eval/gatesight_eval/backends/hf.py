@@ -128,10 +128,10 @@ class TransformersBackend(Backend):
         return cache
 
     def _batches(self, cells: Sequence[Cell]) -> list[list[Cell]]:
-        """Cells of one size together, at most `rows`; where heads keep different numbers, each cell alone."""
+        """Cells with the same options together, at most `rows`."""
         groups: dict[Any, list[list[Cell]]] = {}
         for cell in cells:
-            alone = cell.method.scorer in (FULL, EMPTY) or cell.method.allocation == "global"
+            alone = cell.method.scorer in (FULL, EMPTY)
             key = cell if alone else (cell.kept_fraction, cell.method.allocation, cell.method.gate_exponent)
             batches = groups.setdefault(key, [[]])
             if len(batches[-1]) == self.rows:
@@ -154,6 +154,9 @@ class TransformersBackend(Backend):
         if cells[0].method.scorer == EMPTY:
             empty_attention_cache(child)
             kept, achieved = [[0] * len(layers) for layers in kept], 0.0
+        # Rows that keep less are filled up in a batch; alone they would hold their own entries only.
+        held = sum(layer.kept_length for layer in child.attention_layers) * len(cells)
+        entry_bytes = child.report().kv_bytes // held if held else 0
         answers = self._answers(child, request, len(cells))
         return [
             CellResult(
@@ -161,7 +164,7 @@ class TransformersBackend(Backend):
                 answers=answers[row],
                 achieved_fraction=achieved or 0.0,
                 kept_per_layer=kept[row],
-                kv_bytes=child.report().kv_bytes // len(cells),
+                kv_bytes=sum(kept[row]) * entry_bytes,
                 seconds=(report.seconds["score"] + report.seconds["compact"]) / len(cells),
             )
             for row, cell in enumerate(cells)
