@@ -14,7 +14,7 @@ TORCH ?= torch==2.13.0
 OLDEST_TRANSFORMERS := transformers==5.19.0
 
 # What the tests need of this package. A variable also because `call` would split the argument at the comma.
-TEST_EXTRAS := .[dev,train,eval]
+TEST_EXTRAS := .[dev,train,eval,harness]
 
 VENV := .venv
 COMPAT := .venv-compat
