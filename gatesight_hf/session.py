@@ -4,12 +4,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ._compat import cache_argument
 from .cache import GateSightCache
 from .estimator import Estimator
 from .report import CacheReport
 from .scoring import Scorer
+
+
+def prefill(model: Any, ids: Tensor, cache: GateSightCache, chunk_size: int | None = None) -> None:
+    """Run a model over a context, without its logits.
+
+    Args:
+        model: The model of the cache.
+        ids: `[B, T]`.
+        cache: Receives the context; it is not compacted here.
+        chunk_size: Tokens per forward; None runs one.
+
+    Raises:
+        ValueError: A chunk size below 1.
+    """
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"prefill_chunk_size is a number of tokens >= 1 or None, got {chunk_size}.")
+    with torch.no_grad():
+        for chunk in ids.split(chunk_size or ids.shape[1], dim=1):
+            model(chunk, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
 
 
 class Session:
@@ -57,11 +77,7 @@ class Session:
         ids = tokenizer(text, return_tensors="pt").input_ids.to(model.device)
         if ids.shape[1] == 0:
             raise ValueError("The document has no tokens.")
-        if prefill_chunk_size is not None and prefill_chunk_size < 1:
-            raise ValueError(f"prefill_chunk_size is a number of tokens >= 1 or None, got {prefill_chunk_size}.")
-        with torch.no_grad():
-            for chunk in ids.split(prefill_chunk_size or ids.shape[1], dim=1):
-                model(chunk, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
+        prefill(model, ids, cache, prefill_chunk_size)
         cache.compact()
         return cls(model, tokenizer, cache)
 

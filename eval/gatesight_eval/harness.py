@@ -38,6 +38,7 @@ from gatesight_hf import GateSightCache, Scorer
 from gatesight_hf._compat import cache_argument
 from gatesight_hf.budget import check_kept_fraction
 from gatesight_hf.scoring import Recorder
+from gatesight_hf.session import prefill
 
 from .controls import empty_attention_cache
 from .methods import EMPTY, FULL, ORACLE, Method, ScorerFactory, calibration_ids
@@ -245,10 +246,7 @@ class GateSightLM(HFLM):
             self.truncated += 1
 
         cache = self._cache(seed=zlib.crc32(text.encode()))
-        prompt = torch.tensor([ids], device=self.model.device)
-        with torch.no_grad():
-            for chunk in prompt.split(self.prefill_chunk_size or len(ids), dim=1):
-                self.model(chunk, **{cache_argument(self.model): cache}, use_cache=True, logits_to_keep=1)
+        prefill(self.model, torch.tensor([ids], device=self.model.device), cache, self.prefill_chunk_size)
         achieved = cache.compact().achieved_fraction or 0.0
         if self.method.scorer == EMPTY:
             empty_attention_cache(cache)

@@ -109,7 +109,12 @@ class ScorerFactory:
         unknown = sorted(set(self.options) - set(self.names))
         if unknown:
             raise ValueError(f"Options for unknown methods {unknown}; there are {', '.join(self.names)}.")
+        taken = sorted({FULL, EMPTY, ORACLE, *self._makers()} & set(self.estimators))
+        if taken:
+            raise ValueError(f"--estimator {taken[0]}=…: this row has a meaning of its own; choose another name.")
         for name, options in self.options.items():
+            if name == "random" or name in self.estimators:
+                raise ValueError(f"{name} has no options.")
             if not isinstance(options, Mapping):
                 raise ValueError(f'Options of {name} are an object such as {{"window": 32}}, got {options!r}.')
 

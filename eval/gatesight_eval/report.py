@@ -22,7 +22,7 @@ Row = tuple[str, float]
 
 @dataclass(frozen=True)
 class Gate:
-    """Whether a task is counted in means, and what says so."""
+    """Whether a task is counted in means, and what says so; `leak` where contexts give the task away."""
 
     task: str
     family: str
@@ -31,6 +31,7 @@ class Gate:
     full: float
     empty: float
     passed: bool
+    leak: bool
 
 
 class Results:
@@ -113,7 +114,8 @@ class Results:
         full, empty = (self.accuracies(row, self.tasks) for row in ((FULL, 1.0), (EMPTY, 0.0)))
         gates = []
         for task in self.tasks:
-            tokens = [context["tokens"] for context in self.contexts.values() if context["task"] == task]
+            contexts = [context for context in self.contexts.values() if context["task"] == task]
+            tokens = [context["tokens"] for context in contexts]
             at_full, at_empty = float(full[task].mean()), float(empty[task].mean())
             gates.append(
                 Gate(
@@ -124,6 +126,7 @@ class Results:
                     full=at_full,
                     empty=at_empty,
                     passed=at_full >= LEAST_FULL and at_empty <= MOST_EMPTY,
+                    leak=any(context["details"].get("leak", False) for context in contexts),
                 )
             )
         return gates

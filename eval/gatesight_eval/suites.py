@@ -40,7 +40,7 @@ def _toy(args: argparse.Namespace, tasks: Tasks, tokenizer: Any) -> Loaded:
 
     if args.data or _variants(args):
         raise ValueError("--data and --variants are for ruler and scbench; the toy suite is generated.")
-    seeds = _seeds(args)
+    seeds = _seeds(args, default=0)
     return list(toy.suite(tasks or list(toy.TASKS), args.length, args.count, seeds)), {"generator": "toy"}
 
 
@@ -56,13 +56,12 @@ def _ruler(args: argparse.Namespace, tasks: Tasks, tokenizer: Any) -> Loaded:
         items = _first(ruler.load_kvpress(args.data, args.data_config, revision=args.revision), tasks, args.count)
     else:
         sources = ruler.Sources(haystack=args.haystack, squad=args.squad, hotpotqa=args.hotpotqa)
-        seeds = _seeds(args)
+        seeds = _seeds(args, default=42)
         if len(seeds) > 1:
             raise ValueError("RULER is generated from one data seed (officially 42): give one to --seeds.")
-        seed = seeds[0] if args.seeds != "0" else 42
         items = []
         for task in tasks or list(ruler.TASKS):
-            generated = ruler.generate(task, tokenizer, args.length, args.count, seed, sources, variants)
+            generated = ruler.generate(task, tokenizer, args.length, args.count, seeds[0], sources, variants)
             items += islice(generated, args.count)
     return items, ruler.manifest(items)
 
@@ -95,7 +94,9 @@ def _variants(args: argparse.Namespace) -> tuple[str, ...]:
     return tuple(filter(None, args.variants.split(",")))
 
 
-def _seeds(args: argparse.Namespace) -> list[int]:
+def _seeds(args: argparse.Namespace, default: int) -> list[int]:
+    if args.seeds is None:
+        return [default]
     try:
         return [int(seed) for seed in args.seeds.split(",")]
     except ValueError as error:

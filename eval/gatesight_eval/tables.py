@@ -54,10 +54,12 @@ def _gate(summary: dict[str, Any]) -> str:
         "",
         _header(["task", "family", "contexts", "tokens", "full", "emptied", "counted"]),
     ]
+    if any(task["leak"] for task in gate["tasks"]):
+        lines[2] += " The contexts of tasks marked * say what will be asked, so that no method is query-agnostic there."
     for task in gate["tasks"]:
         counted = "yes" if task["passed"] else "no"
         numbers = [str(task["contexts"]), f"{task['tokens']:.0f}", _number(task["full"]), _number(task["empty"])]
-        lines.append(_row([task["task"], task["family"], *numbers, counted]))
+        lines.append(_row([task["task"] + "*" * task["leak"], task["family"], *numbers, counted]))
     return "\n".join(lines)
 
 
@@ -162,6 +164,8 @@ def _provenance(summary: dict[str, Any]) -> str:
     identity = summary["identity"]
     run = summary["runs"][0]
     backend = run["backend"]
+    commits = ", ".join(dict.fromkeys(str(manifest["commit"]) for manifest in summary["runs"]))
+    hardware = ", ".join(dict.fromkeys(manifest["backend"]["hardware"] for manifest in summary["runs"]))
     versions = ", ".join(f"{name} {version}" for name, version in backend["versions"].items())
     return "\n".join(
         [
@@ -172,7 +176,7 @@ def _provenance(summary: dict[str, Any]) -> str:
             "compaction and question had the same tokens.",
             "",
             f"Model {backend['model']} (weights {backend['weights']}), {backend['dtype']}, {backend['attention']} "
-            f"attention, {backend['hardware']}, {backend['threads']} thread(s). {versions}. Commit {run['commit']}.",
+            f"attention, {hardware}, {backend['threads']} thread(s). {versions}. Commit {commits}.",
         ]
     )
 
@@ -197,7 +201,7 @@ def plot_curves(summary: dict[str, Any], group: str, path: Path) -> None:
     axis.set_xticks([float(p) for p in fractions], fractions, fontsize=7)
     axis.minorticks_off()
     axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    _save(figure, path)
 
 
 def plot_depths(summary: dict[str, Any], method: str, path: Path) -> None:
@@ -213,7 +217,7 @@ def plot_depths(summary: dict[str, Any], method: str, path: Path) -> None:
     axis.set_xticks(range(len(fractions)), fractions, fontsize=7)
     axis.set_yticks(range(4), ["first", "second", "third", "last"], fontsize=7)
     figure.colorbar(image)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    _save(figure, path)
 
 
 def plot_costs(summary: dict[str, Any], path: Path) -> None:
@@ -222,7 +226,7 @@ def plot_costs(summary: dict[str, Any], path: Path) -> None:
     shares = dict(sorted(summary["costs"]["score_share_of_prefill"].items(), key=lambda pair: pair[1]))
     axis.barh(list(shares), [100 * value for value in shares.values()])
     axis.set(xlabel="scoring, % of prefill", xscale="log")
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    _save(figure, path)
 
 
 def _axis(size: tuple[float, float]) -> tuple[Any, Any]:
@@ -233,3 +237,10 @@ def _axis(size: tuple[float, float]) -> tuple[Any, Any]:
 
     figure, axis = plt.subplots(figsize=size)
     return axis, figure
+
+
+def _save(figure: Any, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    plt.close(figure)

@@ -9,7 +9,8 @@ from gatesight_hf.reference.documents import Document, Question
 from . import items
 
 #: Tasks by name: family and generator. `sparse`: nearly everything is noise and may go. `dense`: every word belongs to
-#: a record that may be asked for, so that nothing can be told to be superfluous.
+#: a record that may be asked for, so that no record can be told to be superfluous. (Parts of records can: a model may
+#: read an answer from the entries of its digits in one layer alone.)
 TASKS: dict[str, tuple[str, Callable[[random.Random, int], Document]]] = {
     "niah_single_1": ("sparse", documents.TASKS["niah_single_1"]),
     "niah_single_2": ("sparse", documents.TASKS["niah_single_2"]),
@@ -66,7 +67,7 @@ def _question(document: Document, question: Question) -> items.Question:
 
 
 def _depth(document: Document, question: Question) -> float | None:
-    """Where the first part of the answer stands in the document, after the key it is asked by."""
+    """Where the words of the first part of the answer stand in the document for the first time."""
     first = question.answer[: question.answer.index(",")] if "," in question.answer else question.answer
     for start in range(len(document.words) - len(first) + 1):
         if document.words[start : start + len(first)] == first:

@@ -22,6 +22,7 @@ from gatesight_hf import GateSightCache
 from gatesight_hf._compat import cache_argument
 from gatesight_hf.methods import RandomScorer
 from gatesight_hf.reference import MODEL_PATH, documents, load_model, load_tokenizer
+from gatesight_hf.session import prefill
 
 GATES = {"niah_single_1": 0.95, "niah_single_2": 0.95, "niah_multikey": 0.90}
 EMPTIED_SHARE = 0.35
@@ -32,8 +33,7 @@ def exact_matches(model: Any, tokenizer: Any, items: list[documents.Document]) -
     """Documents answered right with the full cache, and with it emptied; documents and questions of one length each."""
     context = tokenizer([item.text for item in items], return_tensors="pt").input_ids
     full = GateSightCache(RandomScorer(), model, kept_fraction=1.0)
-    with torch.no_grad():
-        model(context, **{cache_argument(model): full}, logits_to_keep=1)
+    prefill(model, context, full)
     full.compact()
     emptied = full.fork()
     empty_attention_cache(emptied)

@@ -16,6 +16,7 @@ from gatesight_hf import GateSightCache, Scorer
 from gatesight_hf._compat import cache_argument
 from gatesight_hf.methods import OracleScorer
 from gatesight_hf.scoring import Needs, Recorder, Scores
+from gatesight_hf.session import prefill
 from gatesight_hf.training.run import weights_digest
 
 from ..controls import empty_attention_cache
@@ -122,9 +123,7 @@ class TransformersBackend(Backend):
         prefix = request.context.protected_prefix
         cache = GateSightCache(scorer, self.model, protected_prefix=prefix, **options)
         ids = torch.tensor([request.context.ids], device=self.model.device)
-        with torch.no_grad():
-            for chunk in ids.split(self.prefill_chunk_size or ids.shape[1], dim=1):
-                self.model(chunk, **{cache_argument(self.model): cache}, use_cache=True, logits_to_keep=1)
+        prefill(self.model, ids, cache, self.prefill_chunk_size)
         return cache
 
     def _batches(self, cells: Sequence[Cell]) -> list[list[Cell]]:

@@ -137,7 +137,7 @@ def _item(task: Task, setting: Setting, details: dict[str, Any], index: int, sam
     )
     tokens = setting.count_tokens(sample.prompt) + task.max_new_tokens
     return Item(
-        id=f"{task.name}/{setting.length}/{index + 1}",
+        id="/".join([task.name, str(setting.length), str(details["seed"]), *details["variants"], str(index + 1)]),
         benchmark="ruler",
         task=task.name,
         family=task.family,
