@@ -1,29 +1,25 @@
 """GateSightCache: the life of one context. Prefill, compaction, forks, serving."""
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
-from ._compat import default_mask, without_restarting_chunks
-from .attention import AttentionView, rotary_tables
-from .compaction import CompactionOptions, Plan, plan_compaction
+from .attention import rotary_tables
+from .calls import CallFollower
+from .compaction import CompactionOptions, plan_compaction
 from .errors import CacheStateError
 from .estimator import Estimator
 from .hybrid import HybridSpec, find_modules
-from .inputs import are_new, positions_of, whole_padding
 from .layers import GateSightAttentionLayer, GDNStateLayer
-from .recording import Recording
 from .report import CacheReport, storage_bytes
 from .scoring import Prefill, Recorder, Scorer, Scores, checked_scores
-from .signals import SignalSink, attach
+from .signals import attach
 
 
-class GateSightCache(Cache, SignalSink):
+class GateSightCache(CallFollower):
     """A KV cache for hybrid GDN/attention models that keeps a fraction of the context's entries.
 
     Until compaction it behaves as `DynamicCache` and records GDN signals. `generate` compacts it once, when the prompt
@@ -75,21 +71,6 @@ class GateSightCache(Cache, SignalSink):
         self._rotary = rotary_tables(find_modules(model, spec).decoder)
         self._clear()
 
-    def _clear(self) -> None:
-        #: What is gathered of the context; None once it is compacted.
-        self._recording: Recording | None = Recording(self.spec, self.scorer.needs)
-        self._plan: Plan | None = None
-        #: Ids of all tokens seen `[B, tokens]`; None once embeddings were given.
-        self._ids: Tensor | None = torch.empty((1, 0), dtype=torch.long)
-        #: `[B, tokens seen]`, False at pads; None while no pad was seen.
-        self._padding: Tensor | None = None
-        #: Its columns of the forward under way, if there are pads among them.
-        self._late_pads: Tensor | None = None
-        #: State before the forward under way.
-        self._before: tuple[Any, ...] | None = None
-        self._begun = 0.0
-        self._seconds = {"prefill": 0.0, "score": 0.0, "compact": 0.0}
-
     @classmethod
     def from_pretrained(cls, estimator: str | Path, *, model: Any, **options: Any) -> "GateSightCache":
         """Load an estimator and make a cache with it.
@@ -104,38 +85,6 @@ class GateSightCache(Cache, SignalSink):
             UnsupportedModelError, EstimatorMismatchError: See `GateSightCache`.
         """
         return cls(Estimator.from_pretrained(estimator), model, **options)
-
-    # -- parts ---------------------------------------------------------------------------------------------------------
-
-    @property
-    def attention_layers(self) -> list[GateSightAttentionLayer]:
-        """By attention ordinal."""
-        return [self.layers[i] for i in self.spec.attention_layers]  # type: ignore[misc]
-
-    @property
-    def gdn_layers(self) -> list[GDNStateLayer]:
-        """By GDN ordinal."""
-        return [self.layers[i] for i in self.spec.gdn_layers]  # type: ignore[misc]
-
-    @property
-    def _all_layers(self) -> list[GateSightAttentionLayer | GDNStateLayer]:
-        return self.layers  # type: ignore[return-value]
-
-    @property
-    def is_compacted(self) -> bool:
-        return self._recording is None
-
-    @property
-    def batch_size(self) -> int:
-        """Rows held; -1 before the first forward."""
-        tail = self.attention_layers[0].tail_keys
-        return -1 if tail is None else tail.shape[0]
-
-    def _lengths(self) -> list[int]:
-        """Tokens of each row, padding not counted."""
-        if self._padding is None:
-            return [self.get_seq_length()] * self.batch_size
-        return self._padding.sum(-1).tolist()
 
     # -- compaction ----------------------------------------------------------------------------------------------------
 
@@ -308,12 +257,6 @@ class GateSightCache(Cache, SignalSink):
             f"allocation={self.options.allocation!r}, logical_length={self.get_seq_length()}, physical_lengths={held})"
         )
 
-    def _clock(self) -> float:
-        tail = self.attention_layers[0].tail_keys
-        if tail is not None and tail.is_cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
     # -- batches: beams, several sequences, several questions at once --------------------------------------------------
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -353,165 +296,6 @@ class GateSightCache(Cache, SignalSink):
 
     def activate_past_recording(self) -> None:
         self.gdn_layers[0].activate_past_recording()
-
-    # -- what model layers call: only within a forward that the hooks have announced -----------------------------------
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self._check_announced()
-        return super().update(*args, **kwargs)
-
-    def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
-        self._check_announced()
-        return super().update_conv_state(*args, **kwargs)
-
-    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
-        self._check_announced()
-        return super().update_recurrent_state(*args, **kwargs)
-
-    def _check_announced(self) -> None:
-        if self._before is None:
-            raise CacheStateError(
-                "This model object has no GateSight hooks: they were removed, or the cache is for another object. "
-                "Call gatesight_hf.signals.attach(model) first."
-            )
-
-    # -- what the hooks call (SignalSink) ------------------------------------------------------------------------------
-
-    def wants_signals(self) -> bool:
-        return self._in_context and self.scorer.needs.signals
-
-    def wants_attention(self) -> bool:
-        needs = self.scorer.needs
-        of_attention = self.options.allocation == "gate" or needs.queries or needs.query_moments or needs.hidden
-        return self._in_context and bool(of_attention)
-
-    @property
-    def _in_context(self) -> bool:
-        """Whether coming tokens belong to the context: until a compaction is decided, though it may not be done yet."""
-        return self._recording is not None and self._plan is None
-
-    def begin_forward(self, model_inputs: dict[str, Any]) -> dict[str, Any]:
-        self._recover()
-        ids, embeds = model_inputs.get("input_ids"), model_inputs.get("inputs_embeds")
-        new = ids if ids is not None else embeds
-        if new is None:
-            raise ValueError("The decoder needs input_ids or inputs_embeds.")
-        rows, length = new.shape[:2]
-        if length == 0:
-            raise CacheStateError(
-                f"No new tokens: the cache has seen {self.get_seq_length()} tokens, and all of the input is among "
-                "them. Append the question to the context."
-            )
-        repeats = self._repeats_for(rows)
-        past = None if self._padding is None else self._padding.repeat_interleave(repeats, dim=0)
-        padding = whole_padding(model_inputs.get("attention_mask"), past, rows, self.get_seq_length(), length)
-
-        recording = None if self._recording is None else self._recording.copy()
-        states = [layer.snapshot() for layer in self._all_layers]
-        self._before = (states, recording, self._plan, self._padding, self._ids)
-        if repeats > 1:
-            self.batch_repeat_interleave(repeats)
-        self._padding = padding
-        if ids is None or self._ids is None:
-            self._ids = None
-        else:
-            self._ids = torch.cat([self._ids.to(ids.device).expand(rows, -1), ids], dim=1)
-        self._begun = self._clock() if self._in_context else 0.0
-        self._late_pads = None
-        if padding is None:
-            return model_inputs
-        if not bool(padding[:, -length:].all()):
-            self._late_pads = padding[:, -length:].long()
-        model_inputs = {**model_inputs, "attention_mask": padding.long()}
-        if model_inputs.get("position_ids") is None:
-            model_inputs["position_ids"] = positions_of(padding, length)
-        return model_inputs
-
-    def end_forward(self, completed: bool) -> None:
-        if not completed:
-            self._recover()
-            return
-        self._before = None
-        if self._in_context:
-            self._seconds["prefill"] += self._clock() - self._begun
-
-    def end_prefill(self) -> None:
-        if self._recording is not None:
-            self.compact()
-
-    def _recover(self) -> None:
-        """Undo a forward that did not end (an error, or an interrupt that no hook sees)."""
-        if self._before is not None:
-            states, self._recording, self._plan, self._padding, self._ids = self._before
-            for layer, state in zip(self._all_layers, states, strict=True):
-                layer.restore(state)
-            self._before = None
-
-    def _repeats_for(self, rows: int) -> int:
-        """How often each held row is repeated for `rows` rows of input: beams, several sequences or questions."""
-        held = self.batch_size
-        if held == -1:
-            return 1
-        if rows % held:
-            raise ValueError(f"The cache holds {held} rows and the input has {rows}: not a multiple.")
-        return rows // held
-
-    def convolution_context(self, gdn: int) -> Tensor | None:
-        layer = self.gdn_layers[gdn]
-        state = layer.conv_states[0]
-        return state.clone() if state is not None and layer.has_previous_state[0] else None
-
-    def record_signals(self, gdn: int, signals: Tensor) -> None:
-        if self._recording is not None:
-            self._recording.add_signals(gdn, signals)
-
-    def record_attention(self, ordinal: int, view: AttentionView) -> None:
-        if self._recording is not None:
-            first = self.attention_layers[ordinal].get_seq_length() - view.hidden.shape[1]
-            self._recording.add_attention(ordinal, view, first, self._padding)
-
-    def mask_for(self, ordinal: int, mask: Any, query: Tensor, implementation: str) -> Any:
-        if all(layer.kept_keys is None for layer in self.attention_layers):
-            # Layers have one length before compaction, so that the mask they share is right.
-            return mask
-        layer = self.attention_layers[ordinal]
-        group = self.spec.num_attention_heads // self.spec.num_key_value_heads
-        return layer.attention_mask(query.shape[1], self._padding, implementation, query.dtype, group)
-
-    def gdn_mask_for(self, mask: Any) -> Any:
-        return mask if self._late_pads is None else self._late_pads
-
-    def begin_generate(self, model: Any, inputs: Tensor | None, arguments: dict[str, Any]) -> dict[str, Any]:
-        self._recover()
-        config = arguments.get("generation_config")
-        for name in ("assistant_model", "prompt_lookup_num_tokens"):
-            if arguments.get(name) is not None or getattr(config, name, None) is not None:
-                raise ValueError(
-                    f"{name}: GateSightCache does not support assisted decoding, since rejected tokens cannot be taken "
-                    "out of GDN states. Generate without it."
-                )
-        if arguments.get("use_cache", getattr(config, "use_cache", True)) is False:
-            raise ValueError("use_cache=False with a cache: leave one of them out.")
-        ids = inputs if inputs is not None else arguments.get("input_ids")
-        mask, seen = arguments.get("attention_mask"), self.get_seq_length()
-        if ids is None or arguments.get("inputs_embeds") is not None or seen == 0:
-            return arguments
-        arguments = without_restarting_chunks(model, arguments)
-        if mask is not None and mask.shape[1] == seen + ids.shape[1]:
-            return arguments
-        if mask is not None and mask.shape[1] != ids.shape[1]:
-            raise ValueError(
-                f"attention_mask covers {mask.shape[1]} tokens; the cache has seen {seen}, given {ids.shape[1]}: "
-                f"pass a mask of {ids.shape[1]} (all tokens given) or {seen + ids.shape[1]}."
-            )
-        if not are_new(ids, self._ids, seen):
-            return arguments
-        # `generate` takes the ids for new ones only if its mask covers everything seen as well.
-        late = mask if mask is not None else default_mask(model, ids, arguments)
-        early = torch.ones((len(ids), seen), dtype=late.dtype, device=late.device)
-        if self._padding is not None:
-            early = self._padding.to(late).repeat_interleave(self._repeats_for(len(ids)), dim=0)
-        return {**arguments, "attention_mask": torch.cat([early, late], dim=1)}
 
 
 def _check_scorer(scorer: Scorer, spec: HybridSpec) -> None:

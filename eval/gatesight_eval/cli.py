@@ -38,9 +38,7 @@ def add_evaluate(verbs: Verbs) -> None:  # type: ignore[valid-type]
     verb.add_argument("--tasks", help="comma-separated (default: all of the suite)")
     verb.add_argument("--length", type=int, default=1024, help="tokens of a context that is generated")
     verb.add_argument("--count", type=int, default=20, help="contexts per task and seed; 0: all of a data set")
-    verb.add_argument(
-        "--seeds", help="comma-separated data seeds (default 0; RULER: one, by default 42)"
-    )
+    verb.add_argument("--seeds", help="comma-separated data seeds (default 0; RULER: one, by default 42)")
     verb.add_argument(
         "--estimator",
         action="append",
