@@ -11,10 +11,10 @@ METHODS = (
     "gatesight,snapkv,triattention,keydiff,kvzip,kvzip@global,expected_attention,hidden_states,lagkv,key_norm,"
     "streaming_llm,random,oracle"
 )
-#: KVzip's prompts in the words that the reference model knows, and a chunk in proportion to its contexts.
+#: KVzip's prompts in the words that the reference model knows, and the chunk that it does best with there.
 REFERENCE_OPTIONS = {
     "kvzip": {
-        "chunk": 256,
+        "chunk": 64,
         "prompts": (
             "repeat the previous context exactly .",
             "repeat the part of the previous context exactly , starting with",

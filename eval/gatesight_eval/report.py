@@ -12,7 +12,7 @@ from .stats import ByTask, Interval, PairedBootstrap
 from .store import COSTS, RESULTS, read_lines, read_manifest
 
 #: A task measures the KV cache if the model solves it with the full cache and not with an empty one.
-LEAST_FULL, MOST_EMPTY = 0.9, 0.1
+LEAST_FULL, MOST_EMPTY = 0.8, 0.1
 QUARTILES = 4
 #: What two runs' lines of one context must have in common for their methods to be joined.
 JOINED = ("tokens", "protected_prefix", "kv_bytes", "questions")

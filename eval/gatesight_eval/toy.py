@@ -17,7 +17,7 @@ TASKS: dict[str, tuple[str, Callable[[random.Random, int], Document]]] = {
     "niah_multikey_1": ("sparse", documents.TASKS["niah_multikey"]),
     "niah_multikey_2": (
         "dense",
-        lambda rng, n: documents.needles(rng, n, n // documents.SHORT_NEEDLE, short=True),
+        lambda rng, n: documents.needles(rng, n, n // documents.SHORT_NEEDLE, asked=4, short=True),
     ),
     "niah_multivalue": ("several answers", documents.TASKS["niah_multivalue"]),
     "niah_multiquery": ("several answers", documents.TASKS["niah_multiquery"]),
