@@ -128,7 +128,7 @@ def run(tmp_path: Path) -> Path:
         lines += [
             context(f"needle/{n}", answers(1.0, 0.0, 0.8, 0.4), task="needle", family="sparse"),
             context(f"pair/{n}", answers(float(n > 0), float(n == 9), 0.6, 0.2), task="pair", family="dense"),
-            context(f"lost/{n}", answers(0.89, 0.0, 0.1, 0.1), task="lost", family="sparse"),
+            context(f"lost/{n}", answers(0.79, 0.0, 0.1, 0.1), task="lost", family="sparse"),
             context(f"told/{n}", answers(1.0, 0.11, 1.0, 1.0), task="told", family="told"),
         ]
     return run_of(tmp_path / "run", lines)
