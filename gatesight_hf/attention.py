@@ -1,7 +1,7 @@
 """One view of an attention layer in a forward: queries, keys, values and output gate, before and after RoPE."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._compat import cache_of_call
-from .hybrid import FamilyAdapter, HybridSpec, adapter_for, find_modules
+from .hybrid import FamilyAdapter
 
 #: Positions `[n]` -> cos and sin `[n, rotary channels]`, float32.
 RotaryTables = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -39,8 +38,10 @@ def rotary_tables(decoder: Any) -> RotaryTables:
 
 
 def _tables(embedding: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
-    cos, sin = embedding(torch.empty(0, device=positions.device), positions.unsqueeze(0))
-    return cos[0].float(), sin[0].float()
+    # A copy: a dynamic RoPE writes down frequencies for the largest position that it was asked for.
+    own = copy.deepcopy(embedding)
+    cos, sin = own(torch.empty(0, device=positions.device, dtype=torch.float32), positions.unsqueeze(0))
+    return cos[0], sin[0]
 
 
 @dataclass(frozen=True)
@@ -89,39 +90,3 @@ class AttentionView:
     def keys(self) -> Tensor:
         """`[B, T, H, D]`, with RoPE."""
         return apply_rotary(self.keys_before_rope, self.cos.unsqueeze(2), self.sin.unsqueeze(2))
-
-
-@contextmanager
-def capture_attention(model: Any, spec: HybridSpec, cache: Any) -> Iterator[list[list[AttentionView]]]:
-    """Collect a view of every attention layer in forwards with `cache`.
-
-    Yields:
-        Per attention ordinal, a list of views, one per forward.
-    """
-    modules, adapter = find_modules(model, spec), adapter_for(model.config)
-    views: list[list[AttentionView]] = [[] for _ in modules.attention]
-    calls: dict[int, tuple[dict[str, Any], dict[str, Tensor]]] = {}
-
-    def before(ordinal: int, module: Any, args: Any, kwargs: Any) -> None:
-        calls.pop(ordinal, None)
-        if cache_of_call(kwargs) is cache:
-            calls[ordinal] = (kwargs, {})
-
-    def keep(ordinal: int, name: str, module: Any, args: Any, output: Tensor) -> None:
-        if ordinal in calls:
-            calls[ordinal][1][name] = output.detach()
-
-    def after(ordinal: int, module: Any, args: Any, output: Any) -> None:
-        if ordinal in calls:
-            views[ordinal].append(AttentionView.of(adapter, module, *calls.pop(ordinal)))
-
-    handles = []
-    for j, layer in enumerate(modules.attention):
-        handles.append(layer.register_forward_pre_hook(partial(before, j), with_kwargs=True))
-        handles += [getattr(layer, name).register_forward_hook(partial(keep, j, name)) for name in VIEWED]
-        handles.append(layer.register_forward_hook(partial(after, j)))
-    try:
-        yield views
-    finally:
-        for handle in handles:
-            handle.remove()

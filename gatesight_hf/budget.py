@@ -83,7 +83,8 @@ def layer_weights(
             f"allocation='gate' needs a positive mean output gate for each of {layers} attention layers, got "
             f"{gate_means}; use allocation='flat' for a model without output gates."
         )
-    return [float(g) ** gate_exponent for g in gate_means]
+    largest = max(gate_means)  # large exponents would leave the range of numbers
+    return [(g / largest) ** gate_exponent for g in gate_means]
 
 
 def allocate(

@@ -202,6 +202,7 @@ class GateSightCache(CallFollower):
         vars(child).update(vars(self))
         child.scorer = scorer or self.scorer
         child.options = wanted
+        child._watcher = None
         child.layers = [layer.fork() for layer in self._all_layers]
         if self._recording is not None:
             child._recording = self._recording.copy(child.scorer.needs)
@@ -241,7 +242,7 @@ class GateSightCache(CallFollower):
             kv_bytes_before=None if plan is None else plan.kv_bytes_before,
             kv_bytes=self._kv_bytes(),
             gdn_bytes=sum(layer.nbytes for layer in self.gdn_layers),
-            signal_bytes=0 if recording is None else storage_bytes(recording.signal_chunks),
+            signal_bytes=0 if recording is None else storage_bytes(recording.tensors),
             seconds=dict(self._seconds),
         )
 
@@ -299,9 +300,10 @@ class GateSightCache(CallFollower):
 
 
 def _check_scorer(scorer: Scorer, spec: HybridSpec) -> None:
-    if not isinstance(scorer, Scorer):
+    if not isinstance(scorer, Scorer) or isinstance(scorer, type):
+        given = f"the class {scorer.__name__}" if isinstance(scorer, type) else type(scorer).__name__
         raise TypeError(
-            f"scorer must be an Estimator or a scorer such as methods.RandomScorer(), got {type(scorer).__name__};"
+            f"scorer must be an Estimator or a scorer such as methods.RandomScorer(), got {given};"
             " to load an estimator from a folder use Estimator.from_pretrained(folder)."
         )
     scorer.check(spec)

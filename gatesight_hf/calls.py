@@ -2,6 +2,8 @@
 
 import time
 from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,6 +41,8 @@ class CallFollower(Cache, SignalSink):
         self._late_pads: Tensor | None = None
         #: State before the forward under way.
         self._before: tuple[Any, ...] | None = None
+        #: Shown views of attention layers, see `watch_attention`.
+        self._watcher: Callable[[int, AttentionView], None] | None = None
         self._begun = 0.0
         self._seconds = {"prefill": 0.0, "score": 0.0, "compact": 0.0}
 
@@ -111,9 +115,25 @@ class CallFollower(Cache, SignalSink):
         return self._in_context and self.scorer.needs.signals
 
     def wants_attention(self) -> bool:
+        return self._watcher is not None or self._records_attention
+
+    @property
+    def _records_attention(self) -> bool:
         needs = self.scorer.needs
         of_attention = self.options.allocation == "gate" or needs.queries or needs.query_moments or needs.hidden
         return self._in_context and bool(of_attention)
+
+    @contextmanager
+    def watch_attention(self, watcher: Callable[[int, AttentionView], None]) -> Iterator[None]:
+        """Show `watcher` every attention layer of the forwards with this cache: its ordinal, and the view of it.
+
+        The layer's entries of the forward are in the cache by then. Forks are not watched.
+        """
+        self._watcher = watcher
+        try:
+            yield
+        finally:
+            self._watcher = None
 
     @property
     def _in_context(self) -> bool:
@@ -196,7 +216,9 @@ class CallFollower(Cache, SignalSink):
             self._recording.add_signals(gdn, signals)
 
     def record_attention(self, ordinal: int, view: AttentionView) -> None:
-        if self._recording is not None:
+        if self._watcher is not None:
+            self._watcher(ordinal, view)
+        if self._recording is not None and self._records_attention:
             first = self.attention_layers[ordinal].get_seq_length() - view.hidden.shape[1]
             self._recording.add_attention(ordinal, view, first, self._padding)
 

@@ -106,6 +106,8 @@ def plan_compaction(
     protected = [min(options.protected_prefix, length) for length in lengths]
     evictable = [length - first for length, first in zip(lengths, protected, strict=True)]
     budgets = [total_budget(options.kept_fraction, n, count) for n in evictable]
+    if budgets == [count * n for n in evictable]:
+        options = replace(options, allocation="flat")  # everything stays, and nothing needs a score
     if options.allocation == "global":
         layers = _plan_global(prefill, scorer, budgets, options.protected_prefix)
         kept = [[_fullest_head(layer, row) for layer in layers] for row in range(len(lengths))]

@@ -141,7 +141,8 @@ class GateSightAttentionLayer(CacheLayerMixin):
         assert self.tail_keys is not None and self.tail_values is not None
         batch, heads = self.tail_keys.shape[:2]
         positions = torch.arange(context, dtype=torch.int32, device=self.tail_keys.device).expand(batch, heads, -1)
-        keys, values = self.tail_keys[:, :, :context], self.tail_values[:, :, :context]
+        # Detached first: a slice would hold on to the autograd graph of what it is a view of.
+        keys, values = (tail.detach()[:, :, :context] for tail in (self.tail_keys, self.tail_values))
         self._settle(keys, values, positions, valid, context)
 
     def _settle(self, keys: Tensor, values: Tensor, positions: Tensor, valid: Tensor, context: int) -> None:

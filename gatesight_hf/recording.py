@@ -10,6 +10,9 @@ from .attention import AttentionView
 from .hybrid import HybridSpec
 from .scoring import Needs, QueryMoments
 
+#: Tokens whose queries are summed at a time: bounds the scratch memory in float64.
+TOKENS_PER_SUM = 1024
+
 
 @dataclass(frozen=True)
 class _QuerySums:
@@ -45,12 +48,23 @@ class Recording:
         self._gate_sums: list[Tensor | None] = [None] * layers
 
     def copy(self, needs: Needs | None = None) -> "Recording":
-        """An independent record that shares all tensors and goes on with `needs`, the same unless given."""
+        """An independent record that shares all tensors and goes on with `needs`, the same unless given.
+
+        What `needs` do not name is let go.
+        """
         twin = object.__new__(Recording)
         twin._needs = needs or self._needs
         for name, value in vars(self).items():
             if isinstance(value, list):
                 setattr(twin, name, [list(part) if isinstance(part, list) else part for part in value])
+        if not twin._needs.signals:
+            twin._signals = [[] for _ in self._signals]
+        if not twin._needs.hidden:
+            twin._hidden = [[] for _ in self._hidden]
+        if not twin._needs.queries:
+            twin._queries = [None] * len(self._queries)
+        if not twin._needs.query_moments:
+            twin._query_sums = [None] * len(self._query_sums)
         return twin
 
     def add_signals(self, gdn: int, signals: Tensor) -> None:
@@ -92,12 +106,15 @@ class Recording:
         else:
             position = real.cumsum(-1)[:, -length:] - 1
         counted = position >= QueryMoments.SKIPPED
-        chosen = queries.double() * counted[:, :, None, None]
-        new = _QuerySums(counted.sum(-1), chosen.sum(1), torch.einsum("bthi,bthj->bhij", chosen, chosen))
         held = self._query_sums[ordinal]
-        if held is not None:
-            new = _QuerySums(held.count + new.count, held.first + new.first, held.second + new.second)
-        self._query_sums[ordinal] = new
+        pairs = zip(queries.split(TOKENS_PER_SUM, dim=1), counted.split(TOKENS_PER_SUM, dim=1), strict=True)
+        for part, real_ones in pairs:
+            chosen = part.double() * real_ones[:, :, None, None]
+            new = _QuerySums(real_ones.sum(-1), chosen.sum(1), torch.einsum("bthi,bthj->bhij", chosen, chosen))
+            if held is not None:
+                new = _QuerySums(held.count + new.count, held.first + new.first, held.second + new.second)
+            held = new
+        self._query_sums[ordinal] = held
 
     @property
     def signals(self) -> list[Tensor]:
@@ -120,8 +137,11 @@ class Recording:
         return [sums.moments() for sums in self._query_sums if sums is not None]
 
     @property
-    def signal_chunks(self) -> list[Tensor]:
-        return [chunk for chunks in self._signals for chunk in chunks]
+    def tensors(self) -> list[Tensor | None]:
+        """Everything held for scoring; gate sums, one number a row, not counted."""
+        chunks = [chunk for layers in (self._signals, self._hidden) for of_layer in layers for chunk in of_layer]
+        sums = [tensor for of_layer in self._query_sums if of_layer is not None for tensor in vars(of_layer).values()]
+        return [*chunks, *self._queries, *sums]
 
     def gate_means(self, lengths: list[int]) -> list[list[float]]:
         """Per row and attention layer, the mean of sigmoid(output gate); empty if no gates were recorded."""

@@ -21,7 +21,7 @@ class CacheReport:
         kv_bytes_before: Attention cache just before compaction; None before compaction.
         kv_bytes: Attention cache now. A fork counts the entries it shares with its parent too.
         gdn_bytes: Convolution and recurrent states now.
-        signal_bytes: Signals held for scoring now; 0 after compaction.
+        signal_bytes: Signals, and what else is held for scoring now; 0 after compaction.
         seconds: Wall time of `prefill` (recorded forwards), `score` (with budget and selection) and `compact`.
     """
 

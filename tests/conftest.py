@@ -1,7 +1,9 @@
 """Tiny random models, estimators, and the oracle: a full cache with an explicit -inf mask on evicted entries."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,8 +20,9 @@ from transformers import (
 )
 
 from gatesight_hf import Estimator, EstimatorConfig, GateSightCache, Prefill
-from gatesight_hf._compat import cache_argument
-from gatesight_hf.hybrid import HybridSpec
+from gatesight_hf._compat import cache_argument, cache_of_call
+from gatesight_hf.attention import VIEWED, AttentionView
+from gatesight_hf.hybrid import HybridSpec, adapter_for, find_modules
 from gatesight_hf.scoring import Needs
 
 torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
@@ -222,6 +225,42 @@ def evicted_of(cache: GateSightCache, row: int, length: int) -> list[Tensor]:
             evicted[head, tokens] = False
         gone.append(evicted)
     return gone
+
+
+@contextmanager
+def capture_attention(model: Any, spec: HybridSpec, cache: Any) -> Iterator[list[list[AttentionView]]]:
+    """Collect a view of every attention layer in forwards with `cache`, of any kind, by hooks of its own.
+
+    Yields:
+        Per attention ordinal, a list of views, one per forward.
+    """
+    modules, adapter = find_modules(model, spec), adapter_for(model.config)
+    views: list[list[AttentionView]] = [[] for _ in modules.attention]
+    calls: dict[int, tuple[dict[str, Any], dict[str, Tensor]]] = {}
+
+    def before(ordinal: int, module: Any, args: Any, kwargs: Any) -> None:
+        calls.pop(ordinal, None)
+        if cache_of_call(kwargs) is cache:
+            calls[ordinal] = (kwargs, {})
+
+    def keep(ordinal: int, name: str, module: Any, args: Any, output: Tensor) -> None:
+        if ordinal in calls:
+            calls[ordinal][1][name] = output.detach()
+
+    def after(ordinal: int, module: Any, args: Any, output: Any) -> None:
+        if ordinal in calls:
+            views[ordinal].append(AttentionView.of(adapter, module, *calls.pop(ordinal)))
+
+    handles = []
+    for j, layer in enumerate(modules.attention):
+        handles.append(layer.register_forward_pre_hook(partial(before, j), with_kwargs=True))
+        handles += [getattr(layer, name).register_forward_hook(partial(keep, j, name)) for name in VIEWED]
+        handles.append(layer.register_forward_hook(partial(after, j)))
+    try:
+        yield views
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @dataclass

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from gatesight_hf import GateSightCache, Prefill
-from gatesight_hf.attention import capture_attention
 from gatesight_hf.hybrid import HybridSpec
 from gatesight_hf.scoring import Needs, QueryMoments, Recorder
 
-from .conftest import forward, padded
+from .conftest import capture_attention, forward, padded
 
 EVERYTHING = Needs(signals=True, queries=64, query_moments=True, hidden=True)
 

@@ -1,5 +1,7 @@
 """The attention view holds what the module computed: from it the module's own output can be made again."""
 
+import sys
+import threading
 from typing import Any
 
 import pytest
@@ -7,11 +9,12 @@ import torch
 from torch import Tensor
 
 from gatesight_hf import GateSightCache
-from gatesight_hf.attention import apply_rotary, capture_attention, rotary_tables
+from gatesight_hf.attention import AttentionView, apply_rotary, rotary_tables
 from gatesight_hf.hybrid import HybridSpec, find_modules
+from gatesight_hf.methods import OracleScorer
 from gatesight_hf.scoring import Needs, Recorder
 
-from .conftest import assert_same, forward, left_padded, padded, random_ids
+from .conftest import assert_same, capture_attention, forward, left_padded, padded, prefilled, random_ids, tiny_model
 
 pytestmark = pytest.mark.core
 
@@ -70,21 +73,75 @@ def test_rotary_turns_only_its_own_channels_and_back(dense: Any) -> None:
     assert_same(apply_rotary(turned, cos, -sin), states)
 
 
-def test_captures_leave_no_hook_and_ignore_other_caches(dense: Any) -> None:
+def test_a_cache_shows_views_and_only_its_own(dense: Any) -> None:
+    """Equal to those of hooks that know nothing of caches; neither other caches nor forks are watched."""
     spec = HybridSpec.from_config(dense.config)
-    modules = find_modules(dense, spec).attention
-    names = ("q_norm", "k_norm", "q_proj", "v_proj")
+    cache, other = (GateSightCache(Recorder(), dense, allocation="flat") for _ in range(2))
+    seen: list[tuple[int, AttentionView]] = []
+    ids = random_ids(LENGTH)
+    with capture_attention(dense, spec, cache) as views, cache.watch_attention(lambda j, view: seen.append((j, view))):
+        forward(dense, ids, cache)
+        forward(dense, ids, other)
+        forward(dense, ids, cache.fork())
+    forward(dense, ids, cache)
+    assert [j for j, _ in seen] == [0, 1]
+    for (_, shown), (hooked,) in zip(seen, views, strict=True):
+        for name, value in vars(hooked).items():
+            assert torch.equal(getattr(shown, name), value)
 
-    def count() -> list[int]:
-        return [len(getattr(module, name)._forward_hooks) for module in modules for name in names]  # type: ignore[union-attr, arg-type]
 
-    before = count()
-    with capture_attention(dense, spec, object()) as views:
-        dense(torch.tensor([[1, 2, 3]]))
-    assert views == [[], []]
-    with pytest.raises(ValueError, match="input_ids"), capture_attention(dense, spec, None):
-        dense()
-    assert count() == before
+def test_a_watcher_that_fails_is_let_go(dense: Any) -> None:
+    cache = GateSightCache(Recorder(), dense, allocation="flat")
+
+    def fail(ordinal: int, view: AttentionView) -> None:
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError), cache.watch_attention(fail):
+        forward(dense, random_ids(3), cache)
+    assert cache.get_seq_length() == 0
+    forward(dense, random_ids(3), cache)
+
+
+def test_two_threads_watch_at_once(dense: Any) -> None:
+    """One scores with a replay while another runs the model: neither sees the other's forwards."""
+    expected = prefilled(dense, random_ids(12), allocation="flat", scorer=Recorder())
+    scorer = OracleScorer(dense, ((3, 4, 5),))
+    wanted = scorer.score(expected.prefill())
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            for _ in range(20):
+                with torch.no_grad():
+                    forward(dense, random_ids(9, seed=3), GateSightCache(Recorder(), dense, allocation="flat"))
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        thread.start()
+        for _ in range(10):
+            assert all(torch.equal(a, b) for a, b in zip(scorer.score(expected.prefill()), wanted, strict=True))
+    finally:
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert not failures
+
+
+def test_dynamic_rope_is_not_changed_by_a_look_ahead() -> None:
+    model = tiny_model(
+        rope_parameters={
+            "rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0, "partial_rotary_factor": 0.25,
+            "mrope_section": [2, 1, 1], "mrope_interleaved": True,
+        },
+        max_position_embeddings=64,
+    )  # fmt: skip
+    rotary = find_modules(model, HybridSpec.from_config(model.config)).decoder.rotary_emb
+    before = rotary.inv_freq.clone()  # type: ignore[union-attr, operator]
+    rotary_tables(model.model)(torch.arange(500, 600))
+    assert torch.equal(rotary.inv_freq, before)  # type: ignore[union-attr, arg-type]
 
 
 # -- what a cache records for scorers ----------------------------------------------------------------------------------

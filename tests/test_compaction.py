@@ -104,7 +104,7 @@ def test_bytes_of_ragged_rows_are_those_of_the_longest(dense):
 
 def test_the_memory_of_evicted_entries_and_signals_is_freed(dense):
     cache = prefilled(dense, random_ids(CONTEXT), [20, 20, 3], kept_fraction=0.3)
-    signals = cache._recording.signal_chunks
+    signals = [chunk for chunk in cache._recording.tensors if chunk is not None]
     tensors = [weakref.ref(tensor) for tensor in [*held(cache), *signals]]
     storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in [*held(cache), *signals]]
     del signals

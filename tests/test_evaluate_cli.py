@@ -228,7 +228,7 @@ def test_the_toy_suite(tmp_path: Path) -> None:
     assert (
         manifest["asked"]["method"] == "gatesight,triattention,kvzip@global,oracle" and manifest["data"]["items"] == 4
     )
-    assert manifest["options"]["kvzip"]["chunk"] == 256 and manifest["backend"]["model"] == "reference"
+    assert manifest["options"]["kvzip"]["chunk"] == 64 and manifest["backend"]["model"] == "reference"
 
 
 def test_ruler_is_generated_for_the_models_tokenizer(byte_model: Path, tmp_path: Path) -> None:

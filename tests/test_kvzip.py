@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from gatesight_hf import CacheStateError, GateSightCache
-from gatesight_hf.attention import capture_attention
 from gatesight_hf.hybrid import HybridSpec
 from gatesight_hf.methods import KVzip, OracleScorer
 from gatesight_hf.methods.kvzip import FIRST_PROMPT, LATER_PROMPT, replay_scores
@@ -21,6 +20,7 @@ from .conftest import (
     Oracle,
     assert_same,
     cache_kwargs,
+    capture_attention,
     compacted,
     evicted_of,
     forward,

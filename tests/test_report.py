@@ -105,11 +105,14 @@ def answers(full: float, empty: float = 0.0, ours: float = 0.5, other: float = 0
     return dict(zip(ROWS, ([full], [empty], [ours], [ours / 2], [other], [other / 2]), strict=True))
 
 
-def run_of(folder: Path, lines: Iterable[dict[str, Any]], weights: str = "w") -> Path:
+def run_of(folder: Path, lines: Iterable[dict[str, Any]], weights: str = "w", missing: int = 0) -> Path:
     folder.mkdir()
+    lines = list(lines)
     backend = {"model": "m", "weights": weights, "dtype": "float32", "attention": "sdpa", "hardware": "CPU",
                "threads": 1, "versions": {"torch": "2"}}  # fmt: skip
-    (folder / "run.json").write_text(json.dumps({"asked": {}, "backend": backend, "commit": "c"}))
+    (folder / "run.json").write_text(
+        json.dumps({"asked": {}, "backend": backend, "commit": "c", "data": {"items": len(lines) + missing}})
+    )
     costs = []
     with (folder / "results.jsonl").open("w") as file:
         for n, line in enumerate(lines):
@@ -342,3 +345,20 @@ def test_from_the_model_to_the_report(tmp_path: Path, capsys: pytest.CaptureFixt
                for cells in summary["achieved"].values() for p, found in cells.items())  # fmt: skip
     assert summary["by_task"]["niah_single_2"]["gatesight"]["0.5"] == 1.0
     assert summary["identity"]["held"] == summary["identity"]["checked"] > 0
+
+
+def test_an_unfinished_run_says_so(tmp_path: Path) -> None:
+    rows = dict(zip(ROWS, ([1.0], [0.0], [1.0], [0.2], [0.9], [0.9]), strict=True))
+    folder = run_of(tmp_path / "run", [context("t/0", rows)], missing=2)
+    summary = summarise(Results([folder]), "gatesight", 0.1)
+    assert summary["unfinished_runs"] == ["1 of 3"]
+    assert "Not finished: 1 of 3 contexts." in markdown(summary, "gatesight")
+
+
+def test_runs_that_disagree_on_a_method_are_not_joined(tmp_path: Path) -> None:
+    """The same items and method with other options, for example: neither result may be dropped in silence."""
+    rows = dict(zip(ROWS, ([1.0], [0.0], [1.0], [0.2], [0.9], [0.9]), strict=True))
+    other = dict(zip(ROWS, ([1.0], [0.0], [1.0], [0.2], [0.1], [0.9]), strict=True))
+    first, second = (run_of(tmp_path / name, [context("t/0", r)]) for name, r in (("a", rows), ("b", other)))
+    with pytest.raises(ValueError, match="other answers of snapkv"):
+        Results([first, second])

@@ -52,8 +52,12 @@ class Results:
             raise ValueError(f"Not of one model: {', '.join(map(str, folders))}. Report each model by itself.")
         self.contexts: dict[str, dict[str, Any]] = {}
         self.costs: list[dict[str, Any]] = []
+        #: Contexts of each run.
+        self.finished: list[int] = []
         for folder in folders:
-            for line in read_lines(folder / RESULTS):
+            lines = read_lines(folder / RESULTS)
+            self.finished.append(len(lines))
+            for line in lines:
                 held = self.contexts.setdefault(line["item"], line)
                 if held is not line:
                     different = [name for name in JOINED if held[name] != line[name]]
@@ -62,12 +66,21 @@ class Results:
                             f"{folder} has the context {line['item']} as another run, but {', '.join(different)} "
                             "differ: such methods cannot be joined."
                         )
-                    known = {(cell["method"], cell["kept_fraction"]) for cell in held["cells"]}
-                    new = [cell for cell in line["cells"] if (cell["method"], cell["kept_fraction"]) not in known]
+                    known = {(cell["method"], cell["kept_fraction"]): cell for cell in held["cells"]}
+                    new = []
+                    for cell in line["cells"]:
+                        twin = known.get((cell["method"], cell["kept_fraction"]))
+                        if twin is None:
+                            new.append(cell)
+                        elif twin != cell:
+                            raise ValueError(
+                                f"{folder} has other answers of {cell['method']} at {cell['kept_fraction']} to "
+                                f"{line['item']} than another run: they differ in options or code. Report them apart."
+                            )
                     sums = {name: held[name] + line[name] for name in ("identity_checked", "identity_held")}
                     self.contexts[line["item"]] = {**held, **sums, "cells": held["cells"] + new}
             self.costs += read_lines(folder / COSTS)
-        if not self.contexts:
+        if not self.contexts or not self.costs:
             raise ValueError(f"No finished contexts in {', '.join(map(str, folders))}.")
         self._score = "revised" if revised else "official"
         self.tasks = list(dict.fromkeys(context["task"] for context in self.contexts.values()))
@@ -172,6 +185,11 @@ def summarise(results: Results, against: str, depth_fraction: float, resamples: 
         "runs": results.manifests,
         "contexts": len(results.contexts),
         "questions": sum(len(context["questions"]) for context in results.contexts.values()),
+        "unfinished_runs": [
+            f"{done} of {manifest['data']['items']}"
+            for done, manifest in zip(results.finished, results.manifests, strict=True)
+            if done < manifest["data"]["items"]
+        ],
         "truncated_contexts": sum(context["truncated"] for context in results.contexts.values()),
         "gate": {"least_full": LEAST_FULL, "most_empty": MOST_EMPTY, "tasks": [asdict(gate) for gate in gates]},
         "groups": means,

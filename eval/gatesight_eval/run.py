@@ -1,6 +1,7 @@
 """The protocol: every context is prefilled and scored once, and every method answers the same questions from forks."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,9 @@ def evaluate(
         check_every: Every so many contexts, one cell is checked against a fresh run.
     """
     backend.check(cells)
+    twice = [name for name, count in Counter(item.id for item in items).items() if count > 1]
+    if twice:
+        raise ValueError(f"Items of one id: {', '.join(twice[:3])}. Is a task, a seed or a data set given twice?")
     for number, item in enumerate(tqdm(items, desc="contexts", unit="context")):
         if item.id in folder.done:
             continue

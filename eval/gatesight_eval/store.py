@@ -30,7 +30,7 @@ class RunFolder:
         if record.exists() and record.read_text(encoding="utf-8") != text:
             different = sorted(k for k in {**manifest, **read_manifest(path)} if not _same(manifest, path, k))
             raise ValueError(f"{path} holds another run; {', '.join(different)} differ. Give another --out.")
-        record.write_text(text, encoding="utf-8")
+        _replace(record, text)
         results, costs = (read_lines(path / name) for name in (RESULTS, COSTS))
         both = {line["item"] for line in results} & {line["item"] for line in costs}
         for name, lines in ((RESULTS, results), (COSTS, costs)):
@@ -79,8 +79,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _write_whole(path: Path, lines: list[dict[str, Any]]) -> None:
+    _replace(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
     partial = path.with_suffix(".partial")
-    partial.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
 

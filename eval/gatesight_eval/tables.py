@@ -167,6 +167,8 @@ def _provenance(summary: dict[str, Any]) -> str:
     commits = ", ".join(dict.fromkeys(str(manifest["commit"]) for manifest in summary["runs"]))
     hardware = ", ".join(dict.fromkeys(manifest["backend"]["hardware"] for manifest in summary["runs"]))
     versions = ", ".join(f"{name} {version}" for name, version in backend["versions"].items())
+    missing = summary["unfinished_runs"]
+    unfinished = [f"Not finished: {', '.join(missing)} contexts.", ""] if missing else []
     return "\n".join(
         [
             "## Provenance",
@@ -175,6 +177,7 @@ def _provenance(summary: dict[str, Any]) -> str:
             f"questions. {identity['held']} of {identity['checked']} answers checked against a fresh prefill, "
             "compaction and question had the same tokens.",
             "",
+            *unfinished,
             f"Model {backend['model']} (weights {backend['weights']}), {backend['dtype']}, {backend['attention']} "
             f"attention, {hardware}, {backend['threads']} thread(s). {versions}. Commit {commits}.",
         ]
@@ -182,12 +185,12 @@ def _provenance(summary: dict[str, Any]) -> str:
 
 
 def plot_curves(summary: dict[str, Any], group: str, path: Path) -> None:
-    """Accuracy over kept fraction with intervals."""
+    """Accuracy over kept fraction with intervals, of the methods that were measured at every fraction."""
     axis, figure = _axis((7, 4.5))
     table = summary["groups"][group]["mean"]
     fractions = _fractions(table)
     for number, (method, cells) in enumerate(table.items()):
-        if method in CONTROLS:
+        if method in CONTROLS or len(cells) < len(fractions):
             continue
         points = [(float(p), cells[p]) for p in fractions if p in cells]
         x = [p for p, _ in points]

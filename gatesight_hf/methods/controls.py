@@ -7,11 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._compat import cache_argument
-from ..attention import capture_attention
 from ..hybrid import HybridSpec
 from ..scoring import Needs, Prefill
-from ..training.utility import entry_utilities, normalise
+from ..training.utility import continuation_utilities, normalise
 
 
 @dataclass(frozen=True)
@@ -47,6 +45,10 @@ class OracleScorer:
     continuations: tuple[tuple[int, ...], ...] = field(repr=False)
     needs: ClassVar[Needs] = Needs()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OracleScorer":
+        # It never changes, and a copied cache should not bring a copy of the model.
+        return self
+
     def check(self, spec: HybridSpec) -> None:
         """Fits every hybrid."""
         if not self.continuations or not all(self.continuations):
@@ -55,16 +57,11 @@ class OracleScorer:
     def score(self, prefill: Prefill) -> list[Tensor]:
         if len(prefill.lengths) > 1 or prefill.fork is None:
             raise ValueError(f"OracleScorer rates one context at a time, got a batch of {len(prefill.lengths)} rows.")
-        spec, context = prefill.spec, prefill.lengths[0]
+        context = prefill.lengths[0]
         pads = prefill.keys[0].shape[2] - context
         best = [keys.new_zeros((keys.shape[1], context), dtype=torch.float32) for keys in prefill.keys]
         for continuation in self.continuations:
-            child = prefill.fork()
             ids = torch.tensor([continuation], device=prefill.keys[0].device)
-            with torch.no_grad(), capture_attention(self.model, spec, child) as views:
-                self.model(ids, **{cache_argument(self.model): child}, use_cache=True, logits_to_keep=1)
-            for j, (layer, (view,)) in enumerate(zip(child.attention_layers, views, strict=True)):
-                keys, values = layer.keys[0, :, pads:], layer.values[0, :, pads:]
-                new = entry_utilities(view.queries[0], keys, values, context, spec.head_dim**-0.5)
-                best[j] = torch.maximum(best[j], new)
+            found = continuation_utilities(self.model, prefill.fork(), ids, context, prefill.spec.head_dim**-0.5)
+            best = [torch.maximum(held, new) for held, new in zip(best, found, strict=True)]
         return [F.pad(normalise(utilities), (pads, 0)).unsqueeze(0) for utilities in best]

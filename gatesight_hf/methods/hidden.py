@@ -93,6 +93,12 @@ class HiddenStateScorer(MLPScorer[HiddenStateConfig]):
                 f"{self.config.fingerprint}. The model is {spec.describe()}. Train one with "
                 "`gatesight train --hidden-states`."
             )
+        config = self.config
+        if config != HiddenStateConfig.for_model(spec, config.base_model, config.model_width, config.hidden_size):
+            raise EstimatorMismatchError(
+                f"The scorer's {CONFIG_NAME} names the layout {config.fingerprint}, but not its layers or heads; it "
+                "was changed by hand or is damaged."
+            )
 
     def inputs(self, prefill: Prefill, ordinal: int, row: int, start: int, stop: int) -> Tensor:
         hidden, length = prefill.hidden[ordinal][row], prefill.lengths[row]

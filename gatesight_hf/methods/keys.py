@@ -69,7 +69,7 @@ class LagKV(RowScorer):
         lower, upper = states[:, 1:].amin(2, keepdim=True), states[:, 1:].amax(2, keepdim=True)
         # A channel that is constant in the next partition says nothing, where the formula would divide by zero.
         span = upper - lower
-        scaled = torch.where(span > 0, (states[:, :-1] - lower) / span.clamp_min(1e-12), 0)
+        scaled = torch.where(span == 0, 0, (states[:, :-1] - lower) / span.clamp_min(1e-12))
         return scaled.std(-1).softmax(-1)
 
 

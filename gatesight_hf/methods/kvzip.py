@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .._compat import cache_argument
-from ..attention import capture_attention
+from ..attention import AttentionView
 from ..errors import CacheStateError
 from ..hybrid import HybridSpec
 from ..scoring import Needs, Prefill
@@ -51,6 +51,10 @@ class KVzip:
         positive("chunk", self.chunk)
         positive("sinks", self.sinks, least=0)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KVzip":
+        # It never changes, and a copied cache should not bring a copy of the model.
+        return self
+
     def check(self, spec: HybridSpec) -> None:
         """Raises ValueError if the model is of another layout."""
         own = HybridSpec.from_config(self.model.config)
@@ -80,14 +84,16 @@ class KVzip:
         """Repeat the tokens `start … stop-1` of a row on `child` and write down their scores in every layer."""
         replay = torch.cat([self._prompt(ids, start), ids[start:stop]]).unsqueeze(0)
         first = prefill.keys[0].shape[2] - len(ids)
-        with torch.no_grad(), capture_attention(self.model, prefill.spec, child) as views:
-            self.model(replay, **{cache_argument(self.model): child}, use_cache=True, logits_to_keep=1)
-        for of_layer, keys, (view,) in zip(scores, prefill.keys, views, strict=True):
-            sinks = keys[row, :, first : first + min(self.sinks, start)]
-            chunk = keys[row, :, first + start : first + stop]
-            of_layer[row, :, first + start : first + stop] = replay_scores(
+
+        def rate(ordinal: int, view: AttentionView) -> None:
+            keys = prefill.keys[ordinal][row]
+            sinks, chunk = keys[:, first : first + min(self.sinks, start)], keys[:, first + start : first + stop]
+            scores[ordinal][row, :, first + start : first + stop] = replay_scores(
                 view.queries[0], sinks, chunk, view.keys[0].transpose(0, 1), prefill.spec.head_dim**-0.5
             )
+
+        with torch.no_grad(), child.watch_attention(rate):
+            self.model(replay, **{cache_argument(self.model): child}, use_cache=True, logits_to_keep=1)
 
     def _prompt(self, ids: Tensor, start: int) -> Tensor:
         def encoded(text: str) -> Tensor:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .._compat import cache_argument
-from ..attention import apply_rotary, capture_attention
+from ..attention import AttentionView, apply_rotary
 from ..cache import GateSightCache
 from ..errors import EstimatorMismatchError
 from ..hybrid import HybridSpec
@@ -70,6 +70,12 @@ class TriAttention(RowScorer):
         expected = [(spec.num_attention_heads, spec.head_dim)] * spec.num_attention_layers
         if found != expected:
             raise ValueError(f"Mean queries have the shapes {found}, where the layout they name has {expected}.")
+        for of_layer in self.statistics:
+            heads, parts = of_layer["magnitude"].shape if of_layer["magnitude"].ndim == 2 else (0, 0)
+            if heads != spec.num_attention_heads or not spec.head_dim // 2 <= parts <= spec.head_dim:
+                raise ValueError(f"Magnitudes have the shape {tuple(of_layer['magnitude'].shape)}, which fits no RoPE.")
+            if not all(part.dtype == torch.float32 and part.isfinite().all() for part in of_layer.values()):
+                raise ValueError("TriAttention statistics must be float32 and finite.")
 
     def score(self, prefill: Prefill) -> list[Tensor]:
         scores = super().score(prefill)
@@ -119,13 +125,15 @@ class TriAttention(RowScorer):
             raise ValueError(f"Calibration text is token ids [B, T], got {tuple(ids.shape)}.")
         spec = HybridSpec.from_config(model.config)
         cache = GateSightCache(Recorder(), model, allocation="flat")
-        with torch.no_grad(), capture_attention(model, spec, cache) as views:
-            model(ids, **{cache_argument(model): cache}, logits_to_keep=1)
-        statistics = []
-        for (view,) in views:
+        statistics: list[dict[str, Tensor]] = []
+
+        def gather(ordinal: int, view: AttentionView) -> None:
             queries = view.queries_before_rope.float().flatten(0, 1)
             magnitude = _magnitudes(queries, view.cos.shape[-1]).mean(0)
             statistics.append({"mean": queries.mean(0).cpu(), "magnitude": magnitude.cpu()})
+
+        with torch.no_grad(), cache.watch_attention(gather):
+            model(ids, **{cache_argument(model): cache}, logits_to_keep=1)
         return cls(statistics, spec.fingerprint, **options)
 
     def save(self, path: str | Path) -> None:

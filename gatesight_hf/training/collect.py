@@ -17,11 +17,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .._compat import cache_argument
-from ..attention import capture_attention
 from ..cache import GateSightCache
 from ..hybrid import HybridSpec
 from ..scoring import Needs, Recorder
-from .utility import entry_utilities, normalise
+from .utility import continuation_utilities, normalise
 
 
 @dataclass(frozen=True)
@@ -86,14 +85,10 @@ def document_tensors(
                 )
             for row in sampled[:, ids.shape[1] :]:
                 row = torch.cat([start[0], _until_end(row[len(prompt) :], model.generation_config.eos_token_id)])
-                child = parent.fork()
-                with capture_attention(model, spec, child) as views:
-                    model(row.unsqueeze(0), **{name: child}, use_cache=True, logits_to_keep=1)
-                for j, layer in enumerate(child.attention_layers):
-                    assert layer.keys is not None and layer.values is not None
-                    new = entry_utilities(
-                        views[j][0].queries[0], layer.keys[0], layer.values[0], ids.shape[1], spec.head_dim**-0.5
-                    )
+                found = continuation_utilities(
+                    model, parent.fork(), row.unsqueeze(0), ids.shape[1], spec.head_dim**-0.5
+                )
+                for j, new in enumerate(found):
                     utilities[j] = torch.maximum(utilities[j], new.cpu())
     return {**tensors, "utilities": normalise(utilities)}
 

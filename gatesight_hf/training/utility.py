@@ -6,8 +6,13 @@ of that change, taken over all query heads of the group together, over the queri
 gate is left out (GateSight paper, section "Training target").
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from .._compat import cache_argument
+from ..attention import AttentionView
 
 #: Queries handled at a time: bounds the scratch memory at `groups x QUERIES x T` numbers.
 QUERIES_PER_CHUNK = 64
@@ -58,6 +63,32 @@ def entry_utilities(queries: Tensor, keys: Tensor, values: Tensor, context: int,
             change = (ratio.square() * distance).sum(1).sqrt()
             utilities[head] = torch.maximum(utilities[head], change.amax(0))
     return utilities.float()
+
+
+def continuation_utilities(model: Any, child: Any, ids: Tensor, context: int, scale: float) -> list[Tensor]:
+    """Utilities of a context's entries for one continuation of it.
+
+    Args:
+        model: A hybrid model.
+        child: A fork of the context's cache, of one row, that holds all entries; pads stand before the context.
+        ids: `[1, Q]`, what follows the context.
+        context: Tokens of the context, pads not counted.
+        scale: Of the logits.
+
+    Returns:
+        Per attention ordinal `[H, context]`, float32, not normalised.
+    """
+    pads = child.get_seq_length() - context
+    found: list[Tensor] = []
+
+    def rate(ordinal: int, view: AttentionView) -> None:
+        layer = child.attention_layers[ordinal]
+        keys, values = layer.keys[0, :, pads:], layer.values[0, :, pads:]
+        found.append(entry_utilities(view.queries[0], keys, values, context, scale))
+
+    with torch.no_grad(), child.watch_attention(rate):
+        model(ids, **{cache_argument(model): child}, use_cache=True, logits_to_keep=1)
+    return found
 
 
 def normalise(utilities: Tensor) -> Tensor:
