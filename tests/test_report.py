@@ -362,3 +362,10 @@ def test_runs_that_disagree_on_a_method_are_not_joined(tmp_path: Path) -> None:
     first, second = (run_of(tmp_path / name, [context("t/0", r)]) for name, r in (("a", rows), ("b", other)))
     with pytest.raises(ValueError, match="other answers of snapkv"):
         Results([first, second])
+
+
+def test_a_report_can_be_of_some_fractions_only(run: Path) -> None:
+    summary = summarise(Results([run], kept=[0.5]), "gatesight", 0.5)
+    assert {p for cells in summary["achieved"].values() for p in cells} == {"0.5", "1", "0"}
+    with pytest.raises(ValueError, match=r"no results at \[0.3\]"):
+        Results([run], kept=[0.5, 0.3])

@@ -71,6 +71,7 @@ def add_report(verbs: Verbs) -> None:  # type: ignore[valid-type]
         "runs", type=Path, nargs="+", help="folders that evaluate wrote; methods of equal items are joined"
     )
     verb.add_argument("--out", type=Path, help="OUT.json, OUT.md and OUT-*.png (default: RUN/report)")
+    verb.add_argument("--kept", help="comma-separated kept fractions to report (default: all)")
     verb.add_argument("--against", default="gatesight", help="the row that others are compared with")
     verb.add_argument("--depth-fraction", type=float, default=0.1, help="kept fraction of the table by depth")
     verb.add_argument("--revised", action="store_true", help="read the revised scores of SCBench's faulty scorers")
@@ -190,7 +191,7 @@ def _report(args: argparse.Namespace) -> None:
     from .report import Results, summarise
     from .tables import markdown, plot_costs, plot_curves, plot_depths
 
-    results = Results(args.runs, args.revised)
+    results = Results(args.runs, args.revised, _fractions(args.kept) if args.kept else None)
     summary = summarise(results, args.against, args.depth_fraction)
     out = args.out or args.runs[0] / "report"
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -40,13 +40,14 @@ class Results:
     Args:
         folders: Of runs. Where two runs hold the same context, their methods are joined.
         revised: Read the revised scores instead of the official ones.
+        kept: Read these kept fractions only, those that all rows share, for example.
 
     Raises:
         ValueError: No contexts, contexts that not all methods answered, or runs that cannot be joined: of other models,
             or of other tokens or questions of a context.
     """
 
-    def __init__(self, folders: Sequence[Path], revised: bool = False) -> None:
+    def __init__(self, folders: Sequence[Path], revised: bool = False, kept: Sequence[float] | None = None) -> None:
         self.manifests = [read_manifest(folder) for folder in folders]
         if len({manifest["backend"]["weights"] for manifest in self.manifests}) > 1:
             raise ValueError(f"Not of one model: {', '.join(map(str, folders))}. Report each model by itself.")
@@ -94,6 +95,11 @@ class Results:
                     f"{item} and {next(iter(self.contexts))} were not answered by the same methods at the same kept "
                     f"fractions: {cells}. Finish the runs, or leave one out."
                 )
+        if kept is not None:
+            missing = sorted(set(kept) - set(self.fractions))
+            if missing:
+                raise ValueError(f"--kept: no results at {missing}; there are {self.fractions}.")
+            self.rows = [(name, p) for name, p in self.rows if p in kept or name in (FULL, EMPTY)]
 
     @staticmethod
     def _rows(context: dict[str, Any]) -> list[Row]:

@@ -27,6 +27,8 @@ from gatesight_hf.session import prefill
 GATES = {"niah_single_1": 0.95, "niah_single_2": 0.95, "niah_multikey": 0.90}
 EMPTIED_SHARE = 0.35
 ROWS_PER_BATCH = 10
+#: Length of the passages that the model is asked to repeat.
+REPEATED_WORDS = 64
 
 
 def exact_matches(model: Any, tokenizer: Any, items: list[documents.Document]) -> tuple[int, int]:
@@ -70,6 +72,21 @@ def accuracies(model: Any, tokenizer: Any, task: str, length: int, count: int, s
     return sum(full for full, _ in right) / count, sum(emptied for _, emptied in right) / count
 
 
+def repeated_words(model: Any, tokenizer: Any, length: int, count: int, seed: int) -> float:
+    """Share of the words of a passage that the model predicts when asked to repeat it and fed what came before."""
+    rng = random.Random(f"gate-repeat-{length}-{seed}")
+    right = words = 0
+    for _ in range(count):
+        document = documents.copy_context(rng, length, span=REPEATED_WORDS)
+        ids = tokenizer(" ".join(documents.training_words(document)[0]), return_tensors="pt").input_ids
+        with torch.no_grad():
+            predicted = model(ids, use_cache=False).logits[0].argmax(-1)
+        # The sequence ends with the answer and an end mark.
+        right += int((predicted[-REPEATED_WORDS - 2 : -2] == ids[0, -REPEATED_WORDS - 1 : -1]).sum())
+        words += REPEATED_WORDS
+    return right / words
+
+
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     lines = [
@@ -83,6 +100,10 @@ def table(result: dict[str, Any]) -> str:
             f"| {row['emptied']:.3f} | {gate} |"
         )
     return "\n".join(lines)
+
+
+def _shares(shares: dict[int, float]) -> str:
+    return " and ".join(f"{share:.3f} of the words of passages in {length}" for length, share in shares.items())
 
 
 def card(result: dict[str, Any], parameters: int) -> str:
@@ -108,7 +129,8 @@ Exact match, one question per document, {result["rows"][0]["items"]} documents p
 {table(result)}
 
 "Attention cache emptied": the context's KV entries are all dropped and its GDN states kept. A task without a gate is
-reported as it is; where the full cache does not solve it, it measures nothing.
+reported as it is; where the full cache does not solve it, it measures nothing. `copy` is all or nothing over 24 words.
+Word for word, fed what came before, the model repeats {_shares(result["repeated_words"])} tokens.
 Versions: {", ".join(f"{name} {version}" for name, version in result["versions"].items())}.
 """
 
@@ -147,6 +169,10 @@ def main() -> int:
         "what": "exact match of the reference model, one question per document",
         "passed": all(row["passed"] for row in gated),
         "rows": rows,
+        "repeated_words": {
+            length: repeated_words(models["float32"], tokenizer, length, args.items, args.seed)
+            for length in args.lengths
+        },
         "seed": args.seed,
         "versions": {
             "torch": torch.__version__,
