@@ -252,6 +252,15 @@ def test_scbench_is_read_from_a_folder(byte_model: Path, tmp_path: Path) -> None
     assert not lines[0]["details"]["leak"] and len(lines[0]["questions"]) == 2
 
 
+def test_scbench_in_kvzips_form_is_read_from_a_folder(byte_model: Path, tmp_path: Path) -> None:
+    lines = evaluated(
+        tmp_path, "--suite scbench-kvzip --tasks scbench_kv_tiny,scbench_vt --count 1 --kept 0.5",
+        "--model", str(byte_model), "--data", str(DATA / "scbench" / "kvzip"), "--method", "random",
+    )  # fmt: skip
+    assert [line["task"] for line in lines] == ["scbench_kv_tiny", "scbench_vt"]
+    assert all(question["metric"].startswith("kvzip_") for line in lines for question in line["questions"])
+
+
 @pytest.fixture(scope="module")
 def solver() -> tuple[Any, Any]:
     return reference.load_model(), reference.load_tokenizer()
@@ -296,6 +305,7 @@ ERRORS = {
     "--suite scbench --method random --tasks scbench_kv --variants neutral_prefix": "for scbench_mf alone",
     "--suite scbench --method random --variants filled": "SCBench has neutral_prefix alone",
     "--suite scbench --method random --max-turns 0": "max_turns is a number of questions",
+    "--suite scbench-kvzip --method random": "needs --tasks",
     "--model ./nowhere --suite toy": "--model ./nowhere: no such folder",
 }
 

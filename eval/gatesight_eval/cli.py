@@ -29,7 +29,7 @@ def add_evaluate(verbs: Verbs) -> None:  # type: ignore[valid-type]
         "evaluate", help="answer a benchmark with several eviction methods at several kept fractions"
     )
     verb.add_argument("--model", default="reference", help="'reference' (bundled), or a folder or Hub id")
-    verb.add_argument("--suite", choices=("ruler", "scbench", "toy"), required=True)
+    verb.add_argument("--suite", choices=("ruler", "scbench", "scbench-kvzip", "toy"), required=True)
     verb.add_argument(
         "--method", default=METHODS, help="comma-separated rows: name, name@allocation or name@gate^exponent"
     )
@@ -61,7 +61,7 @@ def add_evaluate(verbs: Verbs) -> None:  # type: ignore[valid-type]
     verb.add_argument("--squad", type=Path, help="RULER: SQuAD v2 JSON")
     verb.add_argument("--hotpotqa", type=Path, help="RULER: HotpotQA distractor JSON")
     verb.add_argument("--variants", default="", help="RULER and SCBench: comma-separated named variants")
-    verb.add_argument("--max-turns", type=int, default=5, help="SCBench: questions per context, -1 for all")
+    verb.add_argument("--max-turns", type=int, help="SCBench: questions per context, -1: all (official 5, KVzip's all)")
     verb.set_defaults(run=_evaluate)
 
 

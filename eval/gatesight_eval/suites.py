@@ -26,7 +26,8 @@ def load(args: argparse.Namespace, tokenizer: Any) -> Loaded:
         raise ValueError(f"--count is a number of contexts, or 0 for all of a data set, got {args.count}.")
     if args.count == 0 and (args.suite == "toy" or (args.suite == "ruler" and not args.data)):
         raise ValueError("--count 0 takes all of a data set; a generator needs a number.")
-    items, data = {"toy": _toy, "scbench": _scbench, "ruler": _ruler}[args.suite](args, tasks, tokenizer)
+    suites = {"toy": _toy, "scbench": _scbench, "scbench-kvzip": _scbench_kvzip, "ruler": _ruler}
+    items, data = suites[args.suite](args, tasks, tokenizer)
     if not items:
         raise ValueError(f"No items: none of the tasks {args.tasks} is in {args.data}.")
     digest = hashlib.sha256()
@@ -66,12 +67,11 @@ def _ruler(args: argparse.Namespace, tasks: Tasks, tokenizer: Any) -> Loaded:
     return items, ruler.manifest(items)
 
 
-def _scbench(
-    args: argparse.Namespace, tasks: Sequence[str] | None, tokenizer: Any
-) -> tuple[list[Item], dict[str, Any]]:
+def _scbench(args: argparse.Namespace, tasks: Tasks, tokenizer: Any) -> Loaded:
     from . import scbench
 
     source, variants = args.data or "microsoft/SCBench", _variants(args)
+    turns = scbench.OFFICIAL_MAX_TURNS if args.max_turns is None else args.max_turns
     chosen = tasks or list(scbench.TASKS)
     # The one variant there is concerns one task.
     if variants and (variants != ("neutral_prefix",) or "scbench_mf" not in chosen):
@@ -83,11 +83,25 @@ def _scbench(
             task,
             source,
             revision=args.revision,
-            max_turns=args.max_turns,
+            max_turns=turns,
             limit=args.count or None,
             variant=variant,
         )
-    return items, {"source": source, "revision": args.revision, "max_turns": args.max_turns}
+    return items, {"source": source, "revision": args.revision, "max_turns": turns}
+
+
+def _scbench_kvzip(args: argparse.Namespace, tasks: Tasks, tokenizer: Any) -> Loaded:
+    from . import scbench
+
+    if not tasks or _variants(args):
+        raise ValueError(
+            "--suite scbench-kvzip has no variants and needs --tasks, such as scbench_kv_short,scbench_vt."
+        )
+    source, turns = args.data or "Jang-Hyun/SCBench-preprocessed", -1 if args.max_turns is None else args.max_turns
+    items: list[Item] = []
+    for task in tasks:
+        items += scbench.load_kvzip(task, source, revision=args.revision, max_turns=turns, limit=args.count or None)
+    return items, {"source": source, "revision": args.revision, "max_turns": turns}
 
 
 def _variants(args: argparse.Namespace) -> tuple[str, ...]:
