@@ -165,6 +165,7 @@ class GateSightCache(CallFollower):
             ValueError: Scores of a wrong shape.
         """
         prefill = self.prefill()
+        self._check_not_begun()
         if scorer is not None:
             self._check_recorded(scorer)
         return Scores(checked_scores(scorer or self.scorer, prefill))
@@ -189,6 +190,8 @@ class GateSightCache(CallFollower):
         self._recover()
         if self._recording is None and (scorer is not None or options):
             raise CacheStateError("A compacted cache cannot be compacted otherwise: fork it without options.")
+        if scorer is not None or options:
+            self._check_not_begun()
         if scorer is not None:
             self._check_recorded(scorer)
         wanted = replace(self.options, **options)
@@ -208,6 +211,11 @@ class GateSightCache(CallFollower):
             child._recording = self._recording.copy(child.scorer.needs)
         child._seconds = dict(self._seconds)
         return child
+
+    def _check_not_begun(self) -> None:
+        """Raise an error if a compaction was decided and failed half-way: some entries may be gone already."""
+        if self._plan is not None and self._recording is not None:
+            raise CacheStateError("A compaction of this cache failed half-way: call compact() again to complete it.")
 
     def _check_recorded(self, scorer: Scorer) -> None:
         """Raise an error unless `scorer` fits the model and finds what it needs of the tokens seen."""

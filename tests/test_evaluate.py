@@ -331,3 +331,13 @@ def test_answers_are_those_of_a_session(solver: TransformersBackend) -> None:
             kept_fraction=cell.cell.kept_fraction, allocation=cell.cell.method.allocation,
         )  # fmt: skip
         assert [a.text for a in cell.answers] == [session.ask(q.text, max_new_tokens=4) for q in document.questions]
+
+
+def test_sequences_beyond_the_models_positions_are_refused() -> None:
+    model = tiny_model(max_position_embeddings=LENGTH + 6)
+    backend = TransformersBackend(model, character_tokenizer(), ScorerFactory(model, None, {}), "tiny")
+    with pytest.raises(ValueError, match=f"--max-length {LENGTH + 6}"):
+        backend.run(request_of(), cells_of([], []), check_identity=False)
+    fitting = tiny_model(max_position_embeddings=LENGTH + 9)
+    backend = TransformersBackend(fitting, character_tokenizer(), ScorerFactory(fitting, None, {}), "tiny")
+    assert len(backend.run(request_of(), cells_of([], []), check_identity=False).cells) == 2

@@ -92,6 +92,17 @@ def test_a_cache_whose_compaction_failed_half_way_still_answers(dense, plain, at
         assert_same(forward(dense, new, cache.fork()), oracle.logits(row, new))
 
 
+def test_a_half_way_failure_leaves_nothing_to_score_or_fork_otherwise(dense, second_layer_fails):
+    cache = prefilled(dense, random_ids(CONTEXT), kept_fraction=0.3)
+    with pytest.raises(BoomError):
+        cache.compact()
+    for act in (cache.score, lambda: cache.fork(kept_fraction=0.9), lambda: cache.fork(scorer=KeyNorm())):
+        with pytest.raises(CacheStateError, match="half-way"):
+            act()
+    second_layer_fails()
+    assert cache.compact().achieved_fraction == pytest.approx(0.3, abs=0.02)
+
+
 def test_tokens_after_a_half_way_failure_are_never_lost(dense, second_layer_fails):
     """Going on, or completing the compaction afterwards, is refused or keeps what came after the context."""
     cache = prefilled(dense, random_ids(CONTEXT), kept_fraction=0.3)

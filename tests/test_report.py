@@ -369,3 +369,10 @@ def test_a_report_can_be_of_some_fractions_only(run: Path) -> None:
     assert {p for cells in summary["achieved"].values() for p in cells} == {"0.5", "1", "0"}
     with pytest.raises(ValueError, match=r"no results at \[0.3\]"):
         Results([run], kept=[0.5, 0.3])
+
+
+@pytest.mark.parametrize("line", ["{}", "[]", '{"item": "a", "cells": 3}'])
+def test_a_folder_of_other_content_is_one_line(run: Path, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "results.jsonl").write_text(line + "\n")
+    assert main(["report", str(run)]) == 1
+    assert "not results as" in capsys.readouterr().err

@@ -191,7 +191,12 @@ def _report(args: argparse.Namespace) -> None:
     from .report import Results, summarise
     from .tables import markdown, plot_costs, plot_curves, plot_depths
 
-    results = Results(args.runs, args.revised, _fractions(args.kept) if args.kept else None)
+    fractions = _fractions(args.kept) if args.kept else None
+    try:
+        results = Results(args.runs, args.revised, fractions)
+    except (KeyError, TypeError, AttributeError) as error:
+        runs = ", ".join(map(str, args.runs))
+        raise ValueError(f"{runs}: not results as `gatesight evaluate` writes them ({error!r}).") from error
     summary = summarise(results, args.against, args.depth_fraction)
     out = args.out or args.runs[0] / "report"
     out.parent.mkdir(parents=True, exist_ok=True)

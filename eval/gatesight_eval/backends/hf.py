@@ -86,6 +86,7 @@ class TransformersBackend(Backend):
         return list(dict.fromkeys(c.method.scorer for c in cells if c.method.scorer not in (FULL, EMPTY, ORACLE)))
 
     def run(self, request: Request, cells: Sequence[Cell], check_identity: bool) -> ContextResult:
+        self._check_length(request)
         scorers: dict[str, Scorer] = {name: self.scorers.make(name, request.seed) for name in self._scorer_names(cells)}
         if any(cell.method.scorer == ORACLE for cell in cells):
             pairs = zip(request.questions, request.answers, strict=True)
@@ -118,6 +119,16 @@ class TransformersBackend(Backend):
             identity_checked=checked,
             identity_held=held,
         )
+
+    def _check_length(self, request: Request) -> None:
+        pairs = zip(request.questions, request.max_new_tokens, strict=True)
+        length = len(request.context.ids) + max((len(ids) + new for ids, new in pairs), default=0)
+        longest = getattr(self.model.config, "max_position_embeddings", None)
+        if longest is not None and length > longest:
+            raise ValueError(
+                f"A context with its question and answer has {length} tokens, and the model positions for {longest}: "
+                f"give --max-length {longest} to cut the middle out of contexts."
+            )
 
     def _prefilled(self, scorer: Scorer, request: Request, **options: Any) -> GateSightCache:
         prefix = request.context.protected_prefix
