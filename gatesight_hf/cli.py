@@ -87,6 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         args.run(args)
+    except KeyboardInterrupt:
+        print("gatesight: stopped; a long command goes on where it was when it is given again.", file=sys.stderr)
+        return 130
     except (ValueError, OSError, RuntimeError) as error:
         print(f"gatesight: {error}", file=sys.stderr)
         return 1

@@ -65,6 +65,8 @@ class EstimatorConfig(MLPConfig):
         Raises:
             ValueError: Newer format, missing or unknown keys, other signals than this version computes, wrong sizes.
         """
+        if "kind" in data:
+            raise ValueError(f"{CONFIG_NAME} is that of a scorer of kind {data['kind']!r}, not of an estimator.")
         version = data.get("format_version")
         if type(version) is not int or version != FORMAT_VERSION:
             raise ValueError(

@@ -171,6 +171,9 @@ class MLPScorer(ABC, Generic[C]):
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
         save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.num_parameters:,} parameters)"
+
     @property
     def num_parameters(self) -> int:
         """Weights and biases of all MLPs; statistics not counted."""

@@ -113,7 +113,7 @@ def test_a_damaged_line_in_the_middle_is_an_error(backend: TransformersBackend, 
 
 def test_another_run_is_not_mixed_in(backend: TransformersBackend, tmp_path: Path) -> None:
     before = run_all(backend, tmp_path)
-    with pytest.raises(ValueError, match=r"holds another run; commit, data differ\. Give another --out"):
+    with pytest.raises(ValueError, match=r"holds another run: commit was .*, now 'b'; data.* Give another --out"):
         run_all(backend, tmp_path, {**MANIFEST, "commit": "b", "data": {}})
     assert (tmp_path / "results.jsonl").read_bytes() == before
     assert run_all(backend, tmp_path, {**MANIFEST, "asked": {"kept": (0.5,)}}) == before  # a tuple is a list in JSON
@@ -282,6 +282,7 @@ ERRORS = {
     f"{TOY} --template-options [": "--template-options [: no JSON",
     f"{TOY} --method random --chat-template": "The tokenizer has no chat template",
     f"{TOY} --estimator mine": "--estimator mine: give NAME=FOLDER",
+    f"{TOY} --estimator mine=nowhere": "--estimator mine=nowhere: no such folder",
     f"{TOY} --method mine --estimator mine=nowhere": "nowhere",
     f"{TOY} --method hidden_states --hidden-states nowhere": "nowhere",
     f"{TOY} --method triattention --calibration nowhere": "nowhere",
@@ -326,7 +327,7 @@ def test_errors_are_one_line_that_names_the_mend(
 @pytest.mark.parametrize(
     ("method", "mend"),
     [
-        ("gatesight", "--estimator NAME=FOLDER"),
+        ("gatesight", "--estimator gatesight=FOLDER"),
         ("triattention", "give --calibration"),
         ("hidden_states", "then --hidden-states FOLDER"),
     ],
@@ -338,3 +339,26 @@ def test_what_a_method_needs_of_another_model_is_asked_for(
     assert main(command) == 1
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("gatesight: ") and mend in line
+
+
+def test_rows_that_cannot_run_are_left_out_of_the_default(
+    byte_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another model without an estimator, a hidden-state scorer or calibration text still gets the other methods."""
+    lines = evaluated(
+        tmp_path, "--suite scbench --tasks scbench_many_shot --count 1 --max-turns 1 --kept 0.5",
+        "--model", str(byte_model), "--data", str(DATA / "scbench"),
+    )  # fmt: skip
+    rows = {cell["method"] for cell in lines[0]["cells"]}
+    assert {"snapkv", "kvzip@global", "oracle"} <= rows and not {"gatesight", "triattention", "hidden_states"} & rows
+    left_out = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Left out ")]
+    assert [line.split()[2] for line in left_out] == ["gatesight:", "triattention:", "hidden_states:"]
+
+
+def test_a_stop_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def stop(name: str) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_load", stop)
+    assert main(["evaluate", "--suite", "toy", "--out", "never"]) == 130
+    assert capsys.readouterr().err.splitlines()[-1].startswith("gatesight: stopped")

@@ -15,12 +15,15 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 def test_snippets_run_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         exec(block, names)
     assert names["tokenizer"].decode(names["output"][0, -4:]) == "4 8 2 1"
     printed = capsys.readouterr().out.splitlines()
-    assert printed == [f"{q.text} {q.expected}" for q in names["document"].questions]
+    questions = [f"{q.text} {q.expected}" for q in names["document"].questions]
+    assert printed[: len(questions)] == questions
+    compared = [line.split()[:2] for line in printed[len(questions) :]]
+    assert compared == [[name, p] for name in ("snapkv", "keydiff") for p in ("0.5", "0.1")]
     assert names["report"].achieved_fraction == pytest.approx(0.1, abs=0.01)
 
 

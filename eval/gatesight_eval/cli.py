@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,19 @@ def add_evaluate(verbs: Verbs) -> None:  # type: ignore[valid-type]
     verb.add_argument("--model", default="reference", help="'reference' (bundled), or a folder or Hub id")
     verb.add_argument("--suite", choices=("ruler", "scbench", "scbench-kvzip", "toy"), required=True)
     verb.add_argument(
-        "--method", default=METHODS, help="comma-separated rows: name, name@allocation or name@gate^exponent"
+        "--method",
+        help="comma-separated rows: name, name@allocation or name@gate^exponent (default: each --estimator, and what "
+        f"can run of {METHODS})",
     )
-    verb.add_argument("--kept", default=FRACTIONS, help="comma-separated kept fractions")
+    verb.add_argument("--kept", default=FRACTIONS, help="comma-separated kept fractions (default: %(default)s)")
     verb.add_argument("--out", type=Path, required=True, help="folder; the same command goes on after a stop")
     verb.add_argument("--tasks", help="comma-separated (default: all of the suite)")
-    verb.add_argument("--length", type=int, default=1024, help="tokens of a context that is generated")
-    verb.add_argument("--count", type=int, default=20, help="contexts per task and seed; 0: all of a data set")
+    verb.add_argument(
+        "--length", type=int, default=1024, help="tokens of a context that is generated (default: %(default)s)"
+    )
+    verb.add_argument(
+        "--count", type=int, default=20, help="contexts per task and seed; 0: all of a data set (default: 20)"
+    )
     verb.add_argument("--seeds", help="comma-separated data seeds (default 0; RULER: one, by default 42)")
     verb.add_argument(
         "--estimator",
@@ -73,7 +80,7 @@ def add_report(verbs: Verbs) -> None:  # type: ignore[valid-type]
     verb.add_argument("--out", type=Path, help="OUT.json, OUT.md and OUT-*.png (default: RUN/report)")
     verb.add_argument("--kept", help="comma-separated kept fractions to report (default: all)")
     verb.add_argument("--against", default="gatesight", help="the row that others are compared with")
-    verb.add_argument("--depth-fraction", type=float, default=0.1, help="kept fraction of the table by depth")
+    verb.add_argument("--depth-fraction", type=float, help="kept fraction of the table by depth (default: next to 0.1)")
     verb.add_argument("--revised", action="store_true", help="read the revised scores of SCBench's faulty scorers")
     verb.add_argument("--json", action="store_true", help="print JSON")
     verb.set_defaults(run=_report)
@@ -96,10 +103,12 @@ def _evaluate(args: argparse.Namespace) -> None:
         torch.set_num_threads(args.threads)
     for name in ("options", "template_options"):
         setattr(args, name, _json_object(name, getattr(args, name)))
-    cells = cells_of([Method.parse(label) for label in args.method.split(",")], _fractions(args.kept))
+    fractions = _fractions(args.kept)
+    asked = None if args.method is None else [Method.parse(label) for label in args.method.split(",")]
     model, tokenizer = _load(args.model)
     is_reference = args.model == "reference"
     scorers = _scorers(args, model, tokenizer)
+    cells = cells_of(asked or [Method.parse(label) for label in _runnable(scorers)], fractions)
     rows = args.rows or (16 if is_reference else 1)
     backend = TransformersBackend(model, tokenizer, scorers, args.model, args.prefill_chunk_size, rows)
     backend.check(cells)
@@ -107,6 +116,22 @@ def _evaluate(args: argparse.Namespace) -> None:
     prompter = Prompter(tokenizer, args.chat_template, args.max_length, args.template_options)
     folder = RunFolder(args.out, _manifest(args, data, backend.describe(), dict(scorers.options)))
     evaluate(items, backend, prompter, cells, folder)
+    print(f"{len(items)} contexts are in {args.out}; tables and plots: gatesight report {args.out}")
+
+
+def _runnable(scorers: Any) -> list[str]:
+    """The default rows that have what they need; says which are left out."""
+    rows = list(dict.fromkeys([*scorers.estimators, *METHODS.split(",")]))
+    left_out = []
+    for row in rows:
+        name = row.partition("@")[0]
+        try:
+            if name != "oracle":
+                scorers.make(name, seed=0)
+        except (ValueError, FileNotFoundError) as error:
+            left_out.append(row)
+            print(f"Left out {row}: {error}", file=sys.stderr)
+    return [row for row in rows if row not in left_out]
 
 
 def _json_object(name: str, text: str) -> dict[str, Any]:
@@ -197,7 +222,10 @@ def _report(args: argparse.Namespace) -> None:
     except (KeyError, TypeError, AttributeError) as error:
         runs = ", ".join(map(str, args.runs))
         raise ValueError(f"{runs}: not results as `gatesight evaluate` writes them ({error!r}).") from error
-    summary = summarise(results, args.against, args.depth_fraction)
+    depth_fraction = args.depth_fraction
+    if depth_fraction is None:
+        depth_fraction = min(results.fractions, key=lambda fraction: abs(fraction - 0.1))
+    summary = summarise(results, args.against, depth_fraction)
     out = args.out or args.runs[0] / "report"
     out.parent.mkdir(parents=True, exist_ok=True)
     text = markdown(summary, args.against)

@@ -109,6 +109,9 @@ class ScorerFactory:
         unknown = sorted(set(self.options) - set(self.names))
         if unknown:
             raise ValueError(f"Options for unknown methods {unknown}; there are {', '.join(self.names)}.")
+        for name, folder in self.estimators.items():
+            if not Path(folder).is_dir():
+                raise FileNotFoundError(f"--estimator {name}={folder}: no such folder.")
         taken = sorted({FULL, EMPTY, ORACLE, *self._makers()} & set(self.estimators))
         if taken:
             raise ValueError(f"--estimator {taken[0]}=…: this row has a meaning of its own; choose another name.")
@@ -128,6 +131,8 @@ class ScorerFactory:
         Raises:
             ValueError: There is none, or something that it needs was not given.
         """
+        if name == "gatesight" and name not in self.estimators:
+            raise ValueError("gatesight needs an estimator of this model: --estimator gatesight=FOLDER.")
         if name not in self.names:
             raise ValueError(
                 f"No method {name!r}; there are {', '.join([*self.names, ORACLE])}, and each --estimator NAME=FOLDER."

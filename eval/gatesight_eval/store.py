@@ -28,8 +28,8 @@ class RunFolder:
         text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
         record = path / MANIFEST
         if record.exists() and record.read_text(encoding="utf-8") != text:
-            different = sorted(k for k in {**manifest, **read_manifest(path)} if not _same(manifest, path, k))
-            raise ValueError(f"{path} holds another run; {', '.join(different)} differ. Give another --out.")
+            changes = _differences(read_manifest(path), json.loads(text))
+            raise ValueError(f"{path} holds another run: {'; '.join(changes)}. Give another --out.")
         _replace(record, text)
         results, costs = (read_lines(path / name) for name in (RESULTS, COSTS))
         both = {line["item"] for line in results} & {line["item"] for line in costs}
@@ -89,9 +89,14 @@ def _replace(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def _same(manifest: dict[str, Any], path: Path, key: str) -> bool:
-    # Through JSON: tuples become lists.
-    return bool(json.loads(json.dumps(manifest)).get(key) == read_manifest(path).get(key))
+def _differences(held: Any, asked: Any, name: str = "") -> list[str]:
+    """What differs, as `name: held, now asked`."""
+    if isinstance(held, dict) and isinstance(asked, dict):
+        found = []
+        for key in sorted({*held, *asked}):
+            found += _differences(held.get(key), asked.get(key), f"{name}.{key}" if name else key)
+        return found
+    return [] if held == asked else [f"{name} was {held!r}, now {asked!r}"]
 
 
 def commit() -> str | None:

@@ -62,8 +62,11 @@ def _ruler(args: argparse.Namespace, tasks: Tasks, tokenizer: Any) -> Loaded:
             raise ValueError("RULER is generated from one data seed (officially 42): give one to --seeds.")
         items = []
         for task in tasks or list(ruler.TASKS):
-            generated = ruler.generate(task, tokenizer, args.length, args.count, seeds[0], sources, variants)
-            items += islice(generated, args.count)
+            try:
+                generated = ruler.generate(task, tokenizer, args.length, args.count, seeds[0], sources, variants)
+                items += islice(generated, args.count)
+            except ValueError as error:
+                raise ValueError(f"{error} (Files are given by --haystack, --squad, --hotpotqa.)") from error
     return items, ruler.manifest(items)
 
 

@@ -195,10 +195,9 @@ def plot_curves(summary: dict[str, Any], group: str, path: Path) -> None:
         points = [(float(p), cells[p]) for p in fractions if p in cells]
         x = [p for p, _ in points]
         style = {"linestyle": ("-", "--", ":")[number // 10 % 3], "linewidth": 2.5 if method == "gatesight" else 1.2}
-        (line,) = axis.plot(x, [c["mean"] for _, c in points], marker=".", label=method, **style)
-        axis.fill_between(
-            x, [c["low"] for _, c in points], [c["high"] for _, c in points], alpha=0.12, color=line.get_color()
-        )
+        colour = _colour(number)
+        axis.plot(x, [c["mean"] for _, c in points], marker=".", label=method, color=colour, **style)
+        axis.fill_between(x, [c["low"] for _, c in points], [c["high"] for _, c in points], alpha=0.12, color=colour)
     axis.axhline(table[FULL]["1"]["mean"], color="grey", linewidth=0.8, label="full cache")
     axis.set(title=group, xlabel="kept fraction", ylabel="accuracy", xscale="log", ylim=(-0.03, 1.03))
     axis.set_xticks([float(p) for p in fractions], fractions, fontsize=7)
@@ -230,6 +229,13 @@ def plot_costs(summary: dict[str, Any], path: Path) -> None:
     axis.barh(list(shares), [100 * value for value in shares.values()])
     axis.set(xlabel="scoring, % of prefill", xscale="log")
     _save(figure, path)
+
+
+def _colour(number: int) -> Any:
+    """Of the n-th row; twenty differ."""
+    import matplotlib
+
+    return matplotlib.colormaps["tab20"](number % 20)
 
 
 def _axis(size: tuple[float, float]) -> tuple[Any, Any]:

@@ -121,8 +121,9 @@ class TriAttention(RowScorer):
             ids: `[B, T]`, without padding.
             options: `nope`, `mode`, `aggregation`.
         """
-        if ids.ndim != 2 or ids.numel() == 0:
-            raise ValueError(f"Calibration text is token ids [B, T], got {tuple(ids.shape)}.")
+        if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.numel() == 0:
+            given = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+            raise ValueError(f"Calibration text is token ids [B, T], got {given}.")
         spec = HybridSpec.from_config(model.config)
         cache = GateSightCache(Recorder(), model, allocation="flat")
         statistics: list[dict[str, Tensor]] = []
