@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -63,7 +62,7 @@ class Row:
         """`[Q, heads, D]` -> `[H, G, Q, D]`."""
         return queries.unflatten(1, (self.spec.num_key_value_heads, -1)).permute(1, 2, 0, 3)
 
-    @cached_property
+    @property
     def rotary(self) -> RotaryTables:
         assert self.prefill.rotary is not None
         return self.prefill.rotary
