@@ -104,7 +104,7 @@ class GateSightCache(CallFollower):
         with torch.no_grad():
             if self._plan is None:
                 begun = self._clock()
-                means = self._recording.gate_means(prefill.lengths)
+                means = self._recording.gate_means
                 self._plan = plan_compaction(prefill, self.scorer, means, self.options, self._kv_bytes())
                 self._seconds["score"] = self._clock() - begun
             # The prefill's references would keep each layer's full tensors alive until the end.
@@ -239,7 +239,7 @@ class GateSightCache(CallFollower):
         plan, recording = self._plan, self._recording
         means = [] if plan is None else plan.gate_means
         if recording is not None and self.get_seq_length():
-            means = recording.gate_means(self._lengths())
+            means = recording.gate_means
         return CacheReport(
             logical_length=self.get_seq_length(),
             physical_lengths=[layer.physical_length for layer in self.attention_layers],

@@ -45,6 +45,7 @@ class Recording:
         self._hidden: list[list[Tensor]] = [[] for _ in range(layers)]
         self._queries: list[Tensor | None] = [None] * layers
         self._query_sums: list[_QuerySums | None] = [None] * layers
+        #: `[B, 2]`: sum over tokens and their number.
         self._gate_sums: list[Tensor | None] = [None] * layers
 
     def copy(self, needs: Needs | None = None) -> "Recording":
@@ -88,9 +89,9 @@ class Recording:
         if self._needs.query_moments:
             self._add_moments(ordinal, view.queries_before_rope.detach(), first, real)
         per_token = view.gate.detach().sigmoid().flatten(2).mean(-1, dtype=torch.float32)
-        if real is not None:
-            per_token = per_token * real[:, -per_token.shape[1] :]
-        new, total = per_token.sum(-1, dtype=torch.float64), self._gate_sums[ordinal]
+        counted = torch.ones_like(per_token) if real is None else real[:, -per_token.shape[1] :].to(per_token.dtype)
+        new = torch.stack([per_token * counted, counted], dim=-1).sum(1, dtype=torch.float64)
+        total = self._gate_sums[ordinal]
         self._gate_sums[ordinal] = new if total is None else total + new
 
     def _add_queries(self, ordinal: int, queries: Tensor) -> None:
@@ -143,10 +144,13 @@ class Recording:
         sums = [tensor for of_layer in self._query_sums if of_layer is not None for tensor in vars(of_layer).values()]
         return [*chunks, *self._queries, *sums]
 
-    def gate_means(self, lengths: list[int]) -> list[list[float]]:
+    @property
+    def gate_means(self) -> list[list[float]]:
         """Per row and attention layer, the mean of sigmoid(output gate); empty if no gates were recorded."""
         sums = [total.cpu() for total in self._gate_sums if total is not None]
-        return (torch.stack(sums, dim=1) / torch.tensor(lengths).unsqueeze(1)).tolist() if sums else []
+        if not sums:
+            return []
+        return [[gates / max(tokens, 1) for gates, tokens in row] for row in torch.stack(sums, dim=1).tolist()]
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
         """Carry a change of the batch dimension through the record."""

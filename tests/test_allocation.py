@@ -104,3 +104,12 @@ def test_a_head_that_keeps_nothing_equals_the_oracle(dense: Any, plain: Any, imp
             assert_same(forward(dense, question, cache.fork()), oracle.logits(random_ids(LENGTH), question))
     finally:
         dense.set_attn_implementation("sdpa")
+
+
+def test_gates_are_means_of_the_tokens_they_were_seen_of(dense: Any) -> None:
+    """A fork that reads on without gates and is then forked for `gate` does not divide old sums by the new length."""
+    parent = prefilled(dense, random_ids(LENGTH))
+    before = parent.report().gate_means
+    reader = parent.fork(allocation="flat")
+    forward(dense, random_ids(20, seed=5), reader)
+    assert reader.report().gate_means == before
