@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..hybrid import HybridSpec
 from ..scoring import Needs, Prefill
-from ..training.utility import continuation_utilities, normalise
+from ..utility import continuation_utilities, normalise
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RandomScorer:
 class OracleScorer:
     """True utility of every entry for given continuations, such as questions with their answers: an upper bound.
 
-    The training target (`training.utility`) for what will really come, which no query-agnostic method knows.
+    The training target (`utility`) for what will really come, which no query-agnostic method knows.
 
     Args:
         model: The model that the cache belongs to.

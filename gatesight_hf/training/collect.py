@@ -20,7 +20,7 @@ from .._compat import cache_argument
 from ..cache import GateSightCache
 from ..hybrid import HybridSpec
 from ..scoring import Needs, Recorder
-from .utility import continuation_utilities, normalise
+from ..utility import continuation_utilities, normalise
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import cache_argument
-from ..attention import AttentionView
+from ._compat import cache_argument
+from .attention import AttentionView
 
 #: Queries handled at a time: bounds the scratch memory at `groups x QUERIES x T` numbers.
 QUERIES_PER_CHUNK = 64
