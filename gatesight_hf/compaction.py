@@ -88,7 +88,7 @@ def plan_compaction(
     options: CompactionOptions,
     kv_bytes_before: int,
 ) -> Plan:
-    """Decide what every attention layer keeps; layers that keep everything are not scored.
+    """Decide what every attention layer keeps; nothing is scored where all layers keep everything.
 
     Args:
         prefill: What was recorded of the context.

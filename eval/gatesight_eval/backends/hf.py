@@ -96,9 +96,9 @@ class TransformersBackend(Backend):
         seconds: dict[str, float] = {}
         scores: dict[str, Scores] = {}
         for name, scorer in scorers.items():
-            begun = time.perf_counter()
+            begun = self._clock()
             scores[name] = parent.score(scorer)
-            seconds[name] = time.perf_counter() - begun
+            seconds[name] = self._clock() - begun
 
         by_cell: dict[Cell, CellResult] = {}
         for batch in self._batches(cells):
@@ -119,6 +119,11 @@ class TransformersBackend(Backend):
             identity_checked=checked,
             identity_held=held,
         )
+
+    def _clock(self) -> float:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     def _check_length(self, request: Request) -> None:
         pairs = zip(request.questions, request.max_new_tokens, strict=True)
