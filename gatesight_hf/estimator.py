@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from .errors import EstimatorMismatchError
 from .features import AGES, SIGNALS, assemble
 from .hybrid import HybridSpec
 from .mlp import CONFIG_NAME, MLPConfig, MLPScorer
@@ -105,6 +104,9 @@ class EstimatorConfig(MLPConfig):
         """Inputs of one MLP: 3 signals per value head and GDN layer of the window, and 3 ages."""
         return len(self.gdn_windows[ordinal]) * len(self.signals) * self.num_value_heads + len(self.ages)
 
+    def expected_for(self, spec: HybridSpec) -> "EstimatorConfig":
+        return EstimatorConfig.for_model(spec, self.base_model, self.window, self.hidden_size)
+
     @property
     def num_layers(self) -> int:
         return len(self.gdn_windows)
@@ -123,22 +125,9 @@ class Estimator(MLPScorer[EstimatorConfig]):
     """
 
     config_class = EstimatorConfig
+    kind = "estimator"
+    mend = "Load this model's estimator, or train one with `gatesight train`."
     needs: ClassVar[Needs] = Needs(signals=True)
-
-    def check(self, spec: HybridSpec) -> None:
-        """Raises EstimatorMismatchError unless the estimator was trained for this layout."""
-        if spec.fingerprint != self.config.fingerprint:
-            raise EstimatorMismatchError(
-                f"This estimator was trained for {self.config.base_model!r}: {self.config.model_type}, layout "
-                f"{self.config.fingerprint}. The model is {spec.describe()}. Load this model's estimator, or train one "
-                "with `gatesight train`."
-            )
-        config = self.config
-        if config != EstimatorConfig.for_model(spec, config.base_model, config.window, config.hidden_size):
-            raise EstimatorMismatchError(
-                f"The estimator's {CONFIG_NAME} names the layout {config.fingerprint}, but other heads or GDN windows "
-                "than that layout has; it was changed by hand or is damaged."
-            )
 
     def inputs(self, prefill: Prefill, ordinal: int, row: int, start: int, stop: int) -> Tensor:
         signals = [prefill.signals[i][row] for i in self.config.gdn_windows[ordinal]]

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .errors import EstimatorMismatchError
 from .hybrid import HybridSpec
 from .scoring import Needs, Prefill
 
@@ -27,6 +28,8 @@ TOKENS_PER_CHUNK = 4096
 class MLPConfig(ABC):
     """What the files of an MLP scorer say of it; subclasses are dataclasses and add what it is made for."""
 
+    base_model: str
+    fingerprint: str
     num_key_value_heads: int
     #: Width of the hidden layer.
     hidden_size: int
@@ -39,6 +42,10 @@ class MLPConfig(ABC):
     @abstractmethod
     def input_size(self, ordinal: int) -> int:
         """Inputs of one MLP."""
+
+    @abstractmethod
+    def expected_for(self, spec: HybridSpec) -> "MLPConfig":
+        """What this configuration must be equal to for a model of this layout."""
 
     @classmethod
     @abstractmethod
@@ -70,6 +77,9 @@ class MLPScorer(ABC, Generic[C]):
     """See the module; subclasses say what the MLPs read."""
 
     config_class: ClassVar[type[MLPConfig]]
+    #: For messages: what it is, and what to do about one for another model.
+    kind: ClassVar[str]
+    mend: ClassVar[str]
     needs: ClassVar[Needs]
 
     def __init__(self, config: C, tensors: dict[str, Tensor]) -> None:
@@ -88,9 +98,19 @@ class MLPScorer(ABC, Generic[C]):
         self.config = config
         self.tensors = tensors
 
-    @abstractmethod
     def check(self, spec: HybridSpec) -> None:
         """Raises EstimatorMismatchError unless the scorer was trained for this layout."""
+        config = self.config
+        if spec.fingerprint != config.fingerprint:
+            raise EstimatorMismatchError(
+                f"This {self.kind} was trained for {config.base_model!r}, layout {config.fingerprint}. The model is "
+                f"{spec.describe()}. {self.mend}"
+            )
+        if config != config.expected_for(spec):
+            raise EstimatorMismatchError(
+                f"The {self.kind}'s {CONFIG_NAME} names the layout {config.fingerprint}, but other layers, heads or "
+                "GDN windows than that layout has; it was changed by hand or is damaged."
+            )
 
     @abstractmethod
     def inputs(self, prefill: Prefill, ordinal: int, row: int, start: int, stop: int) -> Tensor:

@@ -41,7 +41,7 @@ from gatesight_hf.scoring import Recorder
 from gatesight_hf.session import prefill
 
 from .controls import empty_attention_cache
-from .methods import EMPTY, FULL, ORACLE, Method, ScorerFactory, calibration_ids
+from .methods import EMPTY, FULL, ORACLE, Cell, Method, ScorerFactory, calibration_ids
 from .prompting import truncate_middle
 from .ruler.templates import CWE, FWE, NIAH, QA, VT
 
@@ -257,17 +257,10 @@ class GateSightLM(HFLM):
 
     def _cache(self, seed: int) -> GateSightCache:
         """A new cache; `seed` is for the method `random`."""
-        if self.method.scorer in (FULL, EMPTY):
-            return GateSightCache(Recorder(), self.model, 1.0, allocation="flat")
-        scorer: Scorer = self._scorers.make(self.method.scorer, seed)
-        return GateSightCache(
-            scorer,
-            self.model,
-            self.kept_fraction,
-            self.protected_prefix,
-            self.method.allocation,
-            gate_exponent=self.method.gate_exponent,
-        )
+        is_control = self.method.scorer in (FULL, EMPTY)
+        scorer: Scorer = Recorder() if is_control else self._scorers.make(self.method.scorer, seed)
+        options = Cell(self.method, self.kept_fraction).options
+        return GateSightCache(scorer, self.model, protected_prefix=self.protected_prefix, **options)
 
     def _answer(self, child: GateSightCache, question: Sequence[int], job: _Job) -> str:
         ids = torch.tensor([list(question)], device=self.model.device)

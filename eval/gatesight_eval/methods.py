@@ -77,6 +77,17 @@ class Cell:
     method: Method
     kept_fraction: float
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of compaction; the controls keep everything, and `empty` drops it afterwards."""
+        if self.method.scorer in (FULL, EMPTY):
+            return {"kept_fraction": 1.0, "allocation": "flat"}
+        return {
+            "kept_fraction": self.kept_fraction,
+            "allocation": self.method.allocation,
+            "gate_exponent": self.method.gate_exponent,
+        }
+
 
 def cells_of(methods: list[Method], kept_fractions: list[float]) -> list[Cell]:
     """Both controls, then every other method at every kept fraction, largest first; each cell once."""

@@ -95,11 +95,20 @@ class Results:
                     f"{item} and {next(iter(self.contexts))} were not answered by the same methods at the same kept "
                     f"fractions: {cells}. Finish the runs, or leave one out."
                 )
+        #: Each context with the cell of a row.
+        self._cells: dict[Row, list[tuple[dict[str, Any], dict[str, Any]]]] = {row: [] for row in self.rows}
+        for context in self.contexts.values():
+            for cell in context["cells"]:
+                self._cells[cell["method"], cell["kept_fraction"]].append((context, cell))
         if kept is not None:
             missing = sorted(set(kept) - set(self.fractions))
             if missing:
                 raise ValueError(f"--kept: no results at {missing}; there are {self.fractions}.")
             self.rows = [(name, p) for name, p in self.rows if p in kept or name in (FULL, EMPTY)]
+
+    def cells(self, row: Row) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Each context with its cell of a row."""
+        return self._cells[row]
 
     @staticmethod
     def _rows(context: dict[str, Any]) -> list[Row]:
@@ -119,10 +128,9 @@ class Results:
     ) -> ByTask:
         """By task, the mean score of each context's questions that `keep` takes; contexts without any are left out."""
         found: dict[str, list[float]] = {task: [] for task in tasks}
-        for context in self.contexts.values():
+        for context, cell in self.cells(row):
             if context["task"] not in found:
                 continue
-            cell = next(c for c in context["cells"] if (c["method"], c["kept_fraction"]) == row)
             pairs = zip(context["questions"], cell["answers"], strict=True)
             scores = [answer[self._score] for question, answer in pairs if keep(question)]
             if scores:
@@ -258,33 +266,18 @@ def _by_depth(results: Results, tasks: Sequence[str], fraction: float) -> dict[s
 
 
 def _mean_of_cells(results: Results, row: Row, name: str) -> float:
-    found = [
-        cell[name]
-        for context in results.contexts.values()
-        for cell in context["cells"]
-        if (cell["method"], cell["kept_fraction"]) == row
-    ]
+    found = [cell[name] for _, cell in results.cells(row)]
     return float(sum(found) / len(found))
 
 
 def _kv_share(results: Results, row: Row) -> float:
     """Bytes of the compacted attention cache over those of the full one."""
-    kept = full = 0
-    for context in results.contexts.values():
-        for cell in context["cells"]:
-            if (cell["method"], cell["kept_fraction"]) == row:
-                kept, full = kept + cell["kv_bytes"], full + context["kv_bytes"]
-    return kept / full
+    kept = sum(cell["kv_bytes"] for _, cell in results.cells(row))
+    return float(kept / sum(context["kv_bytes"] for context, _ in results.cells(row)))
 
 
 def _share_of_answers(results: Results, row: Row, counts: Callable[[dict[str, Any]], bool]) -> float:
-    answers = [
-        answer
-        for context in results.contexts.values()
-        for cell in context["cells"]
-        if (cell["method"], cell["kept_fraction"]) == row
-        for answer in cell["answers"]
-    ]
+    answers = [answer for _, cell in results.cells(row) for answer in cell["answers"]]
     return sum(map(counts, answers)) / len(answers)
 
 

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import EstimatorMismatchError
 from ..features import AGES, age_features
 from ..hybrid import HybridSpec
 from ..mlp import CONFIG_NAME, MLPConfig, MLPScorer
@@ -66,6 +65,9 @@ class HiddenStateConfig(MLPConfig):
             raise ValueError(f"{CONFIG_NAME}: implausible sizes {sizes}.")
         return config
 
+    def expected_for(self, spec: HybridSpec) -> "HiddenStateConfig":
+        return HiddenStateConfig.for_model(spec, self.base_model, self.model_width, self.hidden_size)
+
     @property
     def num_layers(self) -> int:
         return self.num_attention_layers
@@ -83,22 +85,9 @@ class HiddenStateScorer(MLPScorer[HiddenStateConfig]):
     """
 
     config_class = HiddenStateConfig
+    kind = "hidden-state scorer"
+    mend = "Train one with `gatesight train --hidden-states`."
     needs: ClassVar[Needs] = Needs(hidden=True)
-
-    def check(self, spec: HybridSpec) -> None:
-        """Raises EstimatorMismatchError unless the scorer was trained for this layout."""
-        if spec.fingerprint != self.config.fingerprint:
-            raise EstimatorMismatchError(
-                f"This hidden-state scorer was trained for {self.config.base_model!r}, layout "
-                f"{self.config.fingerprint}. The model is {spec.describe()}. Train one with "
-                "`gatesight train --hidden-states`."
-            )
-        config = self.config
-        if config != HiddenStateConfig.for_model(spec, config.base_model, config.model_width, config.hidden_size):
-            raise EstimatorMismatchError(
-                f"The scorer's {CONFIG_NAME} names the layout {config.fingerprint}, but not its layers or heads; it "
-                "was changed by hand or is damaged."
-            )
 
     def inputs(self, prefill: Prefill, ordinal: int, row: int, start: int, stop: int) -> Tensor:
         hidden, length = prefill.hidden[ordinal][row], prefill.lengths[row]

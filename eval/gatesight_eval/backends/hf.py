@@ -162,7 +162,7 @@ class TransformersBackend(Backend):
         if cells[0].method.scorer not in (FULL, EMPTY):
             of_cells = zip(*(scores[cell.method.scorer].of for cell in cells), strict=True)
             scorer = Scores([torch.cat(of_layer) for of_layer in of_cells])
-        child = parent.fork(scorer=scorer, **self._options(cells[0]))
+        child = parent.fork(scorer=scorer, **cells[0].options)
         child.batch_repeat_interleave(len(cells))
         report = child.compact()
         kept, achieved = report.kept_per_layer, report.achieved_fraction
@@ -185,21 +185,10 @@ class TransformersBackend(Backend):
             for row, cell in enumerate(cells)
         ]
 
-    @staticmethod
-    def _options(cell: Cell) -> dict[str, Any]:
-        if cell.method.scorer in (FULL, EMPTY):
-            return {"kept_fraction": 1.0, "allocation": "flat"}
-        method = cell.method
-        return {
-            "kept_fraction": cell.kept_fraction,
-            "allocation": method.allocation,
-            "gate_exponent": method.gate_exponent,
-        }
-
     def _identical(self, result: CellResult, scorers: dict[str, Scorer], request: Request) -> int:
         """How many answers of a cell a fresh prefill, compaction and question give again, token for token."""
         scorer = scorers.get(result.cell.method.scorer, Recorder())
-        fresh = self._prefilled(scorer, request, **self._options(result.cell))
+        fresh = self._prefilled(scorer, request, **result.cell.options)
         fresh.compact()
         (again,) = self._answers(fresh, request, rows=1)
         return sum(one.ids == other.ids for one, other in zip(result.answers, again, strict=True))
