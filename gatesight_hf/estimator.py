@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from .features import AGES, SIGNALS, assemble
+from .features import AGES, SIGNALS
 from .hybrid import HybridSpec
 from .mlp import CONFIG_NAME, MLPConfig, MLPScorer
 from .scoring import Needs, Prefill
@@ -129,7 +129,6 @@ class Estimator(MLPScorer[EstimatorConfig]):
     mend = "Load this model's estimator, or train one with `gatesight train`."
     needs: ClassVar[Needs] = Needs(signals=True)
 
-    def inputs(self, prefill: Prefill, ordinal: int, row: int, start: int, stop: int) -> Tensor:
-        signals = [prefill.signals[i][row] for i in self.config.gdn_windows[ordinal]]
-        length = prefill.lengths[row]
-        return assemble(signals, start, stop, len(signals[0]) - length, length)
+    def inputs(self, prefill: Prefill, ordinal: int, row: int) -> list[Tensor]:
+        first = prefill.keys[ordinal].shape[2] - prefill.lengths[row]
+        return [prefill.signals[i][row, first:].flatten(1) for i in self.config.gdn_windows[ordinal]]

@@ -126,7 +126,7 @@ class FamilyAdapter(ABC):
 
     @abstractmethod
     def values(self, layer: Any, outputs: Mapping[str, Tensor]) -> Tensor:
-        """Values before the short convolution, `[B, T, HV * value_head_dim]`."""
+        """Values before the short convolution, `[B, T, G, C]`: HV · value_head_dim channels in G groups, not copied."""
 
     def output_gate(self, attention: Any, q_proj: Tensor) -> Tensor:
         """Logits of the output gate, `[B, T, heads, head_dim]`, from the output of `q_proj`.
@@ -146,7 +146,7 @@ class Qwen35Adapter(FamilyAdapter):
         return outputs["in_proj_b"], outputs["in_proj_a"]
 
     def values(self, layer: Any, outputs: Mapping[str, Tensor]) -> Tensor:
-        return outputs["in_proj_qkv"][..., 2 * layer.key_dim :]
+        return outputs["in_proj_qkv"][..., 2 * layer.key_dim :].unsqueeze(2)
 
 
 class Qwen3NextAdapter(FamilyAdapter):
@@ -163,7 +163,7 @@ class Qwen3NextAdapter(FamilyAdapter):
         per_key_head = layer.value_dim // layer.num_k_heads
         grouped = outputs["in_proj_qkvz"].unflatten(-1, (layer.num_k_heads, -1))
         start = 2 * layer.head_k_dim
-        return grouped[..., start : start + per_key_head].flatten(-2)
+        return grouped[..., start : start + per_key_head]
 
 
 ADAPTERS: tuple[FamilyAdapter, ...] = (Qwen35Adapter(), Qwen3NextAdapter())

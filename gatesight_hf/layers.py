@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
+from gatesight_kernels import compact_rows
+
 
 class GateSightAttentionLayer(CacheLayerMixin):
     """KV entries of one attention layer.
@@ -132,8 +134,8 @@ class GateSightAttentionLayer(CacheLayerMixin):
         `valid` is `[B, N]`, or `[B, H, N]`. Later entries stay. The layer changes only after all its new tensors exist.
         """
         assert self.tail_keys is not None and self.tail_values is not None
-        index = indices.unsqueeze(-1).expand(-1, -1, -1, self.tail_keys.shape[-1])
-        keys, values = self.tail_keys.gather(2, index), self.tail_values.gather(2, index)
+        # Never in place: forks of an uncompacted cache share these tensors.
+        keys, values = compact_rows(self.tail_keys, indices), compact_rows(self.tail_values, indices)
         self._settle(keys, values, indices.to(torch.int32), valid, context)
 
     def keep_all(self, valid: Tensor, context: int) -> None:

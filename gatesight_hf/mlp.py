@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from gatesight_kernels import PackedMLP, pack_mlp, packed_dtype, score_entries
 
 from .errors import EstimatorMismatchError
 from .hybrid import HybridSpec
 from .scoring import Needs, Prefill
 
 CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
-#: Tokens scored at a time: bounds the scratch memory, whatever the context's length.
-TOKENS_PER_CHUNK = 4096
 
 
 class MLPConfig(ABC):
@@ -97,6 +96,7 @@ class MLPScorer(ABC, Generic[C]):
                 raise ValueError(f"Weights: {name} holds values that are not finite or not positive.")
         self.config = config
         self.tensors = tensors
+        self._packed: dict[tuple[int, torch.device, torch.dtype], PackedMLP] = {}
 
     def check(self, spec: HybridSpec) -> None:
         """Raises EstimatorMismatchError unless the scorer was trained for this layout."""
@@ -113,8 +113,8 @@ class MLPScorer(ABC, Generic[C]):
             )
 
     @abstractmethod
-    def inputs(self, prefill: Prefill, ordinal: int, row: int, start: int, stop: int) -> Tensor:
-        """Inputs `[stop - start, F]`, float32, of the tokens `start … stop-1` of one row, padding not counted."""
+    def inputs(self, prefill: Prefill, ordinal: int, row: int) -> list[Tensor]:
+        """What the MLPs read of one row besides ages, padding not counted: views `[length, F_i]`, side by side."""
 
     # -- scoring -------------------------------------------------------------------------------------------------------
 
@@ -124,24 +124,19 @@ class MLPScorer(ABC, Generic[C]):
     def _score_layer(self, prefill: Prefill, ordinal: int) -> Tensor:
         keys = prefill.keys[ordinal]
         scores = keys.new_zeros(keys.shape[:3], dtype=torch.float32)
-        layer = self._folded(ordinal, keys.device)
         for row, length in enumerate(prefill.lengths):
-            pads = keys.shape[2] - length
-            for start in range(0, length, TOKENS_PER_CHUNK):
-                stop = min(length, start + TOKENS_PER_CHUNK)
-                inputs = self.inputs(prefill, ordinal, row, start, stop).to(keys.device)
-                scores[row, :, pads + start : pads + stop] = _mlp(inputs, *layer)
+            inputs = [block.to(keys.device) for block in self.inputs(prefill, ordinal, row)]
+            mlp = self._mlp(ordinal, keys.device, packed_dtype(inputs[0]))
+            scores[row, :, keys.shape[2] - length :] = score_entries(inputs, mlp)
         return scores
 
-    def _folded(self, ordinal: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The MLPs of one layer with the standardisation folded into the first layer, on `device`."""
-        mean, std, weight_in, bias_in, weight_out, bias_out = (
-            self.tensors[name].to(device)
-            for name in self.config.tensor_shapes()
-            if name.startswith(f"layers.{ordinal}.")
-        )
-        weight = weight_in / std.unsqueeze(-1)
-        return weight, bias_in - (mean.unsqueeze(-1) * weight).sum(1), weight_out, bias_out
+    def _mlp(self, ordinal: int, device: torch.device, dtype: torch.dtype) -> PackedMLP:
+        """The MLPs of one layer on `device`; packed once."""
+        if (key := (ordinal, device, dtype)) not in self._packed:
+            names = ("weight_in", "bias_in", "weight_out", "bias_out", "input_mean", "input_std")
+            tensors = [self.tensors[f"layers.{ordinal}.{name}"] for name in names]
+            self._packed[key] = pack_mlp(*tensors, ages=True, dtype=dtype, device=device)
+        return self._packed[key]
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -198,11 +193,3 @@ class MLPScorer(ABC, Generic[C]):
     def num_parameters(self) -> int:
         """Weights and biases of all MLPs; statistics not counted."""
         return sum(tensor.numel() for name, tensor in self.tensors.items() if ".input_" not in name)
-
-
-def _mlp(inputs: Tensor, weight_in: Tensor, bias_in: Tensor, weight_out: Tensor, bias_out: Tensor) -> Tensor:
-    """All KV heads at once: `[T, F]` -> `[H, T]`, one matrix product for the first layer."""
-    heads, size, width = weight_in.shape
-    hidden = inputs @ weight_in.transpose(0, 1).reshape(size, heads * width)
-    hidden = F.gelu(hidden.unflatten(-1, (heads, width)) + bias_in)
-    return (torch.einsum("thw,hw->th", hidden, weight_out) + bias_out).transpose(0, 1)

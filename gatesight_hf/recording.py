@@ -2,9 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+from gatesight_kernels import gate_means
 
 from .attention import AttentionView
 from .hybrid import HybridSpec
@@ -31,7 +34,7 @@ class _QuerySums:
 
 
 class Recording:
-    """Grows by one chunk per forward. Chunks are joined only when a scorer asks for them; tensors are never written to.
+    """Grows by one chunk per forward. Chunks are joined when a scorer asks for them; tensors are never written to.
 
     Args:
         spec: Layout of the model.
@@ -41,7 +44,13 @@ class Recording:
     def __init__(self, spec: HybridSpec, needs: Needs) -> None:
         layers = spec.num_attention_layers
         self._needs = needs
+        #: GDN ordinals from one attention layer to the next.
+        self._runs = tuple(
+            [i for i, layer in enumerate(spec.gdn_layers) if first < layer < last]
+            for first, last in pairwise((-1, *spec.attention_layers, spec.gdn_layers[-1] + 1))
+        )
         self._signals: list[list[Tensor]] = [[] for _ in spec.gdn_layers]
+        self._signals_joined = True
         self._hidden: list[list[Tensor]] = [[] for _ in range(layers)]
         self._queries: list[Tensor | None] = [None] * layers
         self._query_sums: list[_QuerySums | None] = [None] * layers
@@ -54,6 +63,7 @@ class Recording:
         What `needs` do not name is let go.
         """
         twin = object.__new__(Recording)
+        vars(twin).update(vars(self))
         twin._needs = needs or self._needs
         for name, value in vars(self).items():
             if isinstance(value, list):
@@ -71,6 +81,7 @@ class Recording:
     def add_signals(self, gdn: int, signals: Tensor) -> None:
         """Take `[B, T, 3, HV]` of GDN ordinal `gdn`."""
         self._signals[gdn].append(signals)
+        self._signals_joined = False
 
     def add_attention(self, ordinal: int, view: AttentionView, first: int, padding: Tensor | None) -> None:
         """Take one forward of an attention layer.
@@ -88,7 +99,7 @@ class Recording:
             self._add_queries(ordinal, view.queries.detach())
         if self._needs.query_moments:
             self._add_moments(ordinal, view.queries_before_rope.detach(), first, real)
-        per_token = view.gate.detach().sigmoid().flatten(2).mean(-1, dtype=torch.float32)
+        per_token = gate_means(view.gate.detach())
         counted = torch.ones_like(per_token) if real is None else real[:, -per_token.shape[1] :].to(per_token.dtype)
         new = torch.stack([per_token * counted, counted], dim=-1).sum(1, dtype=torch.float64)
         total = self._gate_sums[ordinal]
@@ -119,8 +130,18 @@ class Recording:
 
     @property
     def signals(self) -> list[Tensor]:
-        """Per GDN ordinal `[B, T, 3, HV]`; empty if none were recorded."""
-        return _joined(self._signals)
+        """Per GDN ordinal `[B, T, 3, HV]`; empty if none were recorded.
+
+        Layers of a run lie side by side in one tensor, so that a scorer reads them at once without a copy. Runs are
+        joined one after another, and the chunks of each let go, so that signals are never held twice.
+        """
+        if not self._signals_joined:
+            for run in self._runs:
+                chunks = [self._signals[i] for i in run if self._signals[i]]
+                for i, joined in zip(run, _side_by_side(chunks), strict=False):
+                    self._signals[i] = [joined]
+            self._signals_joined = True
+        return [chunks[0] for chunks in self._signals if chunks]
 
     @property
     def hidden(self) -> list[Tensor]:
@@ -155,6 +176,7 @@ class Recording:
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
         """Carry a change of the batch dimension through the record."""
         self._signals = [[function(chunk) for chunk in chunks] for chunks in self._signals]
+        self._signals_joined = False
         self._hidden = [[function(chunk) for chunk in chunks] for chunks in self._hidden]
         self._queries = [None if queries is None else function(queries) for queries in self._queries]
         self._query_sums = [
@@ -166,3 +188,16 @@ class Recording:
 
 def _joined(layers: list[list[Tensor]]) -> list[Tensor]:
     return [chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=1) for chunks in layers if chunks]
+
+
+def _side_by_side(layers: list[list[Tensor]]) -> list[Tensor]:
+    """The chunks of each layer joined, as views of one tensor `[B, T, layers, 3, HV]` where they are on one device."""
+    if len({chunk.device for chunks in layers for chunk in chunks}) != 1:
+        return _joined(layers)  # or there are none
+    (batch, _, *sizes), length = layers[0][0].shape, sum(chunk.shape[1] for chunk in layers[0])
+    together = layers[0][0].new_empty((batch, length, len(layers), *sizes))
+    for i, chunks in enumerate(layers):
+        start = 0
+        for chunk in chunks:
+            together[:, start : (start := start + chunk.shape[1]), i] = chunk
+    return list(together.unbind(2))

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from gatesight_kernels import select_top
+
 
 def select(scores: Tensor, counts: list[int], lengths: list[int], protected_prefix: int = 0) -> tuple[Tensor, Tensor]:
     """The protected prefix and each head's top-K of the rest, in position order.
@@ -31,7 +33,7 @@ def select(scores: Tensor, counts: list[int], lengths: list[int], protected_pref
         if counts[row] > candidates.shape[-1]:
             raise ValueError(f"Row {row} cannot keep {counts[row]} of {candidates.shape[-1]} evictable entries.")
         _refuse_nan(candidates)
-        top = candidates.topk(counts[row], dim=-1, sorted=False).indices.sort(dim=-1).values
+        top = select_top(candidates, counts[row])
         head = torch.arange(start, start + protected, device=scores.device).expand(heads, -1)
         rows.append(torch.cat([head, top + (start + protected)], dim=-1))
 
@@ -84,7 +86,7 @@ def best_of_all(scores: list[Tensor], totals: list[int], lengths: list[int], pro
         candidates = torch.cat([of_layer[row, :, first:].flatten().to(scores[0].device) for of_layer in scores])
         _refuse_nan(candidates)
         chosen = torch.zeros_like(candidates, dtype=torch.bool)
-        chosen[candidates.topk(totals[row], sorted=False).indices] = True
+        chosen[select_top(candidates.unsqueeze(0), totals[row])] = True
         of_layers = chosen.split([of_layer[row, :, first:].numel() for of_layer in scores])
         for mask, part in zip(best, of_layers, strict=True):
             mask[row, :, first:] = part.view(mask.shape[1], -1).to(mask.device)

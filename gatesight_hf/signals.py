@@ -13,10 +13,10 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers.activations import ACT2FN
+
+import gatesight_kernels as kernels
 
 from ._compat import CACHE_ARGUMENTS, cache_argument, cache_of_call
 from .attention import VIEWED, AttentionView
@@ -92,40 +92,31 @@ class _Calls(threading.local):
 _calls = _Calls()
 
 
-def gdn_signals(
-    adapter: FamilyAdapter, layer: Any, outputs: dict[str, Tensor], context: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """β, g and ‖v‖ of one GDN layer from the outputs of its projections.
-
-    g = -exp(A_log) · softplus(a + dt_bias), β = sigmoid(b), and v = SiLU(conv(values)) per value head
-    (arXiv 2412.06464, equations 8 to 10 with the gates of its section 3.4).
+def gdn_signals(adapter: FamilyAdapter, layer: Any, outputs: dict[str, Tensor], context: Tensor | None) -> Tensor:
+    """β, g and ‖v‖ of one GDN layer from the outputs of its projections; `gatesight_kernels.gdn_signals` has the maths.
 
     Args:
         adapter: Of the model's family.
         layer: The GDN module; its own parameters are read, so call this inside its forward.
         outputs: Outputs of the projections that the adapter names, `[B, T, …]`.
         context: Last inputs of the convolution before this chunk, `[B, channels, kernel]`, or None at the start.
-        dtype: Of the result.
 
     Returns:
-        `[B, T, 3, HV]`.
+        `[B, T, 3, HV]`, in the dtype of the projections.
     """
     b, a = adapter.b_and_a(layer, outputs)
-    log_decay = -layer.A_log.float().exp() * F.softplus(a.float() + layer.dt_bias.float())
-    values = adapter.values(layer, outputs).transpose(1, 2)
-    left = layer.conv_kernel_size - 1
-    first = 2 * layer.key_dim
-    past = F.pad(values[..., :0], (left, 0)) if context is None else context[:, first:, context.shape[-1] - left :]
+    first, left = 2 * layer.key_dim, layer.conv_kernel_size - 1
     bias = layer.conv1d.bias
-    convolved = F.conv1d(
-        torch.cat([past, values], dim=-1),
-        layer.conv1d.weight[first:],
+    return kernels.gdn_signals(
+        b,
+        a,
+        adapter.values(layer, outputs),
+        layer.A_log,
+        layer.dt_bias,
+        layer.conv1d.weight[first:, 0],
         None if bias is None else bias[first:],
-        groups=layer.value_dim,
+        None if context is None else context[:, first:, context.shape[-1] - left :],
     )
-    activated = ACT2FN[layer.activation](convolved).unflatten(1, (layer.num_v_heads, layer.head_v_dim))
-    magnitude = torch.linalg.vector_norm(activated, dim=2, dtype=torch.float32).transpose(1, 2)
-    return torch.stack([b.sigmoid().to(dtype), log_decay.to(dtype), magnitude.to(dtype)], dim=2)
 
 
 # -- hooks: module-level functions, so that models with hooks can still be copied and pickled --------------------------
@@ -194,7 +185,7 @@ def _before_out_proj(key: tuple[int, str, int], adapter: FamilyAdapter, module: 
     # The last step of a GDN forward: every projection is known, and an offloaded layer still has its parameters.
     if (call := _calls.by_key.pop(key, None)) is not None:
         with torch.no_grad():
-            signals = gdn_signals(adapter, call.layer, call.outputs, call.context, args[0].dtype)
+            signals = gdn_signals(adapter, call.layer, call.outputs, call.context)
         call.sink.record_signals(key[2], signals)
 
 

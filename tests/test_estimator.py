@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gatesight_hf import Estimator, EstimatorConfig, EstimatorMismatchError, GateSightCache, Prefill, Scorer, mlp
+import gatesight_kernels
+from gatesight_hf import Estimator, EstimatorConfig, EstimatorMismatchError, GateSightCache, Prefill, Scorer
 from gatesight_hf.hybrid import HybridSpec
 
 from .conftest import random_config, random_estimator, random_tensors, tiny_model
@@ -87,7 +88,7 @@ def test_scores_are_those_of_a_plain_mlp_per_head(dense, lengths):
 def test_pieces_do_not_matter(dense, monkeypatch, tokens):
     estimator, prefill = random_estimator(dense), random_prefill(dense, [23, 7])
     whole = estimator.score(prefill)
-    monkeypatch.setattr(mlp, "TOKENS_PER_CHUNK", tokens)
+    monkeypatch.setattr(gatesight_kernels.score, "TOKENS_PER_TILE", tokens)
     torch.testing.assert_close(estimator.score(prefill), whole, rtol=1e-5, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Estimator inputs: order, padding, ages."""
+"""Estimator inputs: order and ages."""
 
 import itertools
 import math
@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from gatesight_hf.features import AGES, SIGNALS, age_features, assemble, feature_names
+from gatesight_hf.features import AGES, SIGNALS, assemble, feature_names
+from gatesight_kernels import age_features
 
 pytestmark = pytest.mark.core
 
@@ -38,35 +39,20 @@ def test_the_order_of_inputs_is_fixed():
 def test_names_are_unique_and_as_many_as_inputs(layers, heads):
     names = feature_names(heads, layers)
     assert len(names) == len(set(names)) == layers * 3 * heads + 3
-    inputs = assemble([torch.zeros(5, 3, heads)] * layers, 0, 5, 0, 5)
+    inputs = assemble([torch.zeros(5, 3, heads)] * layers)
     assert inputs.shape == (5, len(names))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_each_input_stands_where_its_name_says(dtype):
-    layers, heads, pads, length = 2, 3, 4, 6
-    signals = [torch.randn(pads + length, 3, heads).to(dtype) for _ in range(layers)]
-    inputs = assemble(signals, 0, length, pads, length)
+    layers, heads, length = 2, 3, 6
+    signals = [torch.randn(length, 3, heads).to(dtype) for _ in range(layers)]
+    inputs = assemble(signals)
     assert inputs.dtype == torch.float32
     names = feature_names(heads, layers)
     for layer, kind, head in itertools.product(range(layers), range(3), range(heads)):
         column = inputs[:, names.index(f"{SIGNALS[kind]}.layer_{layers - layer}_below.head_{head}")]
-        assert torch.equal(column, signals[layer][pads:, kind, head].float())
-
-
-@pytest.mark.parametrize("length", [1, 2, 5, 33])
-def test_pieces_join_to_the_whole(length):
-    signals = [torch.randn(3 + length, 3, 2)]
-    whole = assemble(signals, 0, length, 3, length)
-    for step in (1, 2, 7, length):
-        pieces = [assemble(signals, a, min(length, a + step), 3, length) for a in range(0, length, step)]
-        assert torch.equal(torch.cat(pieces), whole)
-
-
-def test_padding_changes_nothing():
-    signals = torch.randn(7, 3, 2)
-    padded = torch.cat([torch.full((5, 3, 2), torch.nan), signals])
-    assert torch.equal(assemble([padded], 0, 7, 5, 7), assemble([signals], 0, 7, 0, 7))
+        assert torch.equal(column, signals[layer][:, kind, head].float())
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 1000])

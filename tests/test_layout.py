@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "gatesight_hf": {"gatesight_kernels"},
     "gatesight_eval": {"gatesight_hf"},
 }
-#: Modules of gatesight_hf that import nothing of ours, not even each other.
+#: Modules of gatesight_hf that import nothing of ours but the kernels, not even each other.
 PURE = ("features", "budget", "selection")
 
 
@@ -116,9 +116,10 @@ def test_packages_import_one_way(package):
 
 
 @pytest.mark.parametrize("module", PURE)
-def test_pure_modules_import_nothing_of_ours(module):
+def test_pure_modules_import_nothing_of_ours_but_kernels(module):
     for path in PACKAGES["gatesight_hf"].glob(f"{module}.py"):
-        assert not ours(imports_of(path, "gatesight_hf", lazy=True))
+        names = ours(imports_of(path, "gatesight_hf", lazy=True))
+        assert not {name for name in names if not name.startswith("gatesight_kernels.")}
 
 
 def test_the_command_line_imports_lazily():

@@ -3,10 +3,9 @@
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
-from ..features import AGES, age_features
+from ..features import AGES
 from ..hybrid import HybridSpec
 from ..mlp import CONFIG_NAME, MLPConfig, MLPScorer
 from ..scoring import Needs, Prefill
@@ -89,12 +88,6 @@ class HiddenStateScorer(MLPScorer[HiddenStateConfig]):
     mend = "Train one with `gatesight train --hidden-states`."
     needs: ClassVar[Needs] = Needs(hidden=True)
 
-    def inputs(self, prefill: Prefill, ordinal: int, row: int, start: int, stop: int) -> Tensor:
-        hidden, length = prefill.hidden[ordinal][row], prefill.lengths[row]
-        pads = len(hidden) - length
-        return hidden_inputs(hidden[pads + start : pads + stop], start, length)
-
-
-def hidden_inputs(hidden: Tensor, start: int, length: int) -> Tensor:
-    """Inputs `[n, C + 3]`, float32, of n tokens with hidden states `[n, C]` from `start` on, of `length` in all."""
-    return torch.cat([hidden.float(), age_features(start, start + len(hidden), length, hidden.device)], dim=-1)
+    def inputs(self, prefill: Prefill, ordinal: int, row: int) -> list[Tensor]:
+        hidden = prefill.hidden[ordinal][row]
+        return [hidden[len(hidden) - prefill.lengths[row] :]]

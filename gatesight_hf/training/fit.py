@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from gatesight_kernels import age_features
+
 from ..estimator import Estimator, EstimatorConfig
 from ..features import AGES, assemble, feature_names
-from ..methods.hidden import HiddenStateConfig, HiddenStateScorer, hidden_inputs
+from ..methods.hidden import HiddenStateConfig, HiddenStateScorer
 from .collect import Shard, read_shards
 from .metrics import METRICS, overlap
 
@@ -43,14 +45,13 @@ class FitOptions:
 
 def signal_inputs(config: EstimatorConfig) -> InputFunction:
     """What the estimator reads."""
-    return lambda shard, j: assemble(
-        [shard.signals[i] for i in config.gdn_windows[j]], 0, shard.length, 0, shard.length
-    )
+    return lambda shard, j: assemble([shard.signals[i] for i in config.gdn_windows[j]])
 
 
 def hidden_state_inputs(shard: Shard, ordinal: int) -> Tensor:
     """What the hidden-state scorer reads."""
-    return hidden_inputs(shard.hidden[ordinal], 0, shard.length)
+    hidden = shard.hidden[ordinal]
+    return torch.cat([hidden.float(), age_features(0, shard.length, shard.length, hidden.device)], dim=-1)
 
 
 def log_target(utilities: Tensor) -> Tensor:

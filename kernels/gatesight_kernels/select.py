@@ -1,0 +1,41 @@
+"""The best entries of each head, in position order."""
+
+import torch
+from torch import Tensor
+
+from .backend import runs_triton
+
+
+def select_top(scores: Tensor, count: int) -> Tensor:
+    """Positions of each head's `count` best scores, ascending. Among equals the earlier ones are kept, on any device.
+
+    Args:
+        scores: `[H, T]`, float32, without NaN.
+        count: K, from 0 to T.
+
+    Returns:
+        `[H, K]`, int64.
+
+    Raises:
+        ValueError: More than T are asked for.
+        RuntimeError: Triton is forced and cannot run.
+    """
+    if not 0 <= count <= scores.shape[1]:
+        raise ValueError(f"Cannot select {count} of {scores.shape[1]} entries.")
+    if runs_triton(scores):
+        from .triton_ops.select import select_top_triton
+
+        return select_top_triton(scores, count)
+    return select_top_torch(scores, count)
+
+
+def select_top_torch(scores: Tensor, count: int) -> Tensor:
+    """The twin: see `select_top`."""
+    heads, length = scores.shape
+    if count in (0, length):
+        return torch.arange(count, device=scores.device).expand(heads, -1)
+    worst = scores.topk(count, sorted=False).values.amin(-1, keepdim=True)
+    above, equal = scores > worst, scores == worst
+    missing = count - above.sum(-1, keepdim=True)
+    chosen = above | (equal & (equal.cumsum(-1) <= missing))
+    return chosen.nonzero()[:, 1].view(heads, count)

@@ -1,0 +1,142 @@
+"""The Triton kernel of `score_entries`."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+from ..score import AGE_SCALE, PackedMLP
+
+#: Tokens of a program, and hidden units of all its heads together: larger tiles spill registers.
+BLOCK_T, BLOCK_N, BLOCK_F = 64, 128, 64
+
+
+@triton.jit(do_not_specialize=["T"])
+def score_entries_kernel(
+    x_ptrs,
+    strides,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    age_weight_ptr,
+    weight_out_ptr,
+    bias_out_ptr,
+    out_ptr,
+    T,
+    inverse_age_scale,
+    SIZES: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    HAS_AGES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+    BT: tl.constexpr,
+    BH: tl.constexpr,
+    BW: tl.constexpr,
+    BF: tl.constexpr,
+):
+    # groups of heads are neighbours in the grid, so that the second one finds its inputs in the L2 cache
+    i_g = tl.program_id(0) % GROUPS
+    i_t = (tl.program_id(0) // GROUPS).to(tl.int64)
+    o_b = tl.arange(0, BT)
+    o_t = i_t * BT + o_b
+    m_t = o_t < T
+    o_n = tl.arange(0, BH * BW)
+    if BW == W:
+        o_c = i_g * BH * BW + o_n
+        m_n = o_c < H * W
+    else:
+        o_c = (i_g * BH + o_n // BW) * W + o_n % BW
+        m_n = (i_g * BH + o_n // BW < H) & (o_n % BW < W)
+
+    b_sum = tl.zeros((BT, BH * BW), dtype=tl.float32)
+    first = 0
+    for i in tl.static_range(len(SIZES)):
+        p_x = x_ptrs[i] + i_t * BT * strides[i]
+        p_w = weight_ptr + first * (H * W) + o_c[None, :]
+        for i_f in range(0, SIZES[i], BF):
+            o_f = i_f + tl.arange(0, BF)
+            m_f = o_f < SIZES[i]
+            b_x = tl.load(p_x + (o_b[:, None] * strides[i] + o_f[None, :]), mask=m_t[:, None] & m_f[None, :], other=0.0)
+            b_w = tl.load(p_w + o_f[:, None] * (H * W), mask=m_f[:, None] & m_n[None, :], other=0.0)
+            if WIDEN:
+                # Triton's interpreter multiplies the bits of bfloat16 as if they were whole numbers
+                b_x, b_w = b_x.to(tl.float32), b_w.to(tl.float32)
+            b_sum = tl.dot(b_x, b_w, b_sum, input_precision=PRECISION)
+        first += SIZES[i]
+
+    b_scale = tl.load(scale_ptr + o_c, mask=m_n, other=0.0)
+    b_bias = tl.load(bias_ptr + o_c, mask=m_n, other=0.0)
+    b_sum = b_sum * b_scale[None, :] + b_bias[None, :]
+    if HAS_AGES:
+        b_age = (T - 1 - o_t).to(tl.float32)
+        b_w0 = tl.load(age_weight_ptr + o_c, mask=m_n, other=0.0)
+        b_w1 = tl.load(age_weight_ptr + H * W + o_c, mask=m_n, other=0.0)
+        b_w2 = tl.load(age_weight_ptr + 2 * H * W + o_c, mask=m_n, other=0.0)
+        b_sum += (b_age / T)[:, None] * b_w0[None, :]
+        b_sum += (tl.log(1.0 + tl.maximum(b_age, 0.0)) * inverse_age_scale)[:, None] * b_w1[None, :]
+        b_sum += (tl.log(1.0 + o_t.to(tl.float32)) * inverse_age_scale)[:, None] * b_w2[None, :]
+    b_out = tl.load(weight_out_ptr + o_c, mask=m_n, other=0.0)
+    b_hidden = 0.5 * b_sum * (1.0 + tl.erf(b_sum * 0.7071067811865476)) * b_out[None, :]
+    b_score = tl.sum(tl.reshape(b_hidden, (BT, BH, BW)), axis=2)
+    o_h = i_g * BH + tl.arange(0, BH)
+    m_h = o_h < H
+    b_score += tl.load(bias_out_ptr + o_h, mask=m_h, other=0.0)[None, :]
+    p_out = out_ptr + o_h[None, :].to(tl.int64) * T + o_t[:, None]
+    tl.store(p_out, b_score, mask=m_t[:, None] & m_h[None, :])
+
+
+def launch_options(heads: int, width: int, dtype: torch.dtype) -> dict[str, int | str]:
+    """Sizes of the tiles, by the sizes of a layer."""
+    block_w = triton.next_power_of_2(width)
+    full = dtype == torch.float32
+    block_h = min(triton.next_power_of_2(heads), max(1, (64 if full else BLOCK_N) // block_w))
+    # A matrix product needs 16 columns.
+    block_h = max(block_h, 16 // min(16, block_w))
+    return {
+        "H": heads,
+        "W": width,
+        "GROUPS": triton.cdiv(heads, block_h),
+        "PRECISION": "ieee" if full else "tf32",
+        "WIDEN": knobs.runtime.interpret and dtype == torch.bfloat16,
+        "BT": BLOCK_T,
+        "BH": block_h,
+        "BW": block_w,
+        "BF": 16 if full else BLOCK_F,
+        "num_warps": 4,
+        "num_stages": 2 if full else 3,
+    }
+
+
+def score_entries_triton(blocks: Sequence[Tensor], mlp: PackedMLP) -> Tensor:
+    """See `score.score_entries`."""
+    dtype = blocks[0].dtype
+    if mlp.weight.dtype != dtype:
+        raise ValueError(
+            f"The kernel needs weights in the inputs' dtype {dtype}, got {mlp.weight.dtype}: see pack_mlp."
+        )
+    blocks = [block if block.stride(1) == 1 else block.contiguous() for block in blocks]
+    length, (heads, width) = len(blocks[0]), mlp.weight_out.shape
+    out = torch.empty((heads, length), dtype=torch.float32, device=mlp.weight.device)
+    options = launch_options(heads, width, dtype)
+    score_entries_kernel[(triton.cdiv(length, options["BT"]) * options["GROUPS"],)](
+        tuple(blocks),
+        tuple(block.stride(0) for block in blocks),
+        mlp.weight,
+        mlp.scale,
+        mlp.bias,
+        mlp.scale if mlp.age_weight is None else mlp.age_weight,
+        mlp.weight_out,
+        mlp.bias_out,
+        out,
+        length,
+        1 / AGE_SCALE,
+        SIZES=tuple(block.shape[1] for block in blocks),
+        HAS_AGES=mlp.age_weight is not None,
+        **options,
+    )
+    return out
