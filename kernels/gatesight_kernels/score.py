@@ -119,9 +119,8 @@ def score_entries(blocks: Sequence[Tensor], mlp: PackedMLP) -> Tensor:
     """
     lengths, inputs = {len(block) for block in blocks}, sum(block.shape[1] for block in blocks)
     if len(lengths) != 1 or inputs != len(mlp.weight):
-        raise ValueError(
-            f"The MLPs read {len(mlp.weight)} inputs of each token, got blocks {[b.shape for b in blocks]}."
-        )
+        shapes = [tuple(block.shape) for block in blocks]
+        raise ValueError(f"The MLPs read {len(mlp.weight)} inputs of each token, got blocks of shapes {shapes}.")
     blocks = _merged(blocks)
     if runs_triton(*blocks, mlp.weight):
         from .triton_ops.score import score_entries_triton

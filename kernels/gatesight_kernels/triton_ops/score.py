@@ -116,9 +116,7 @@ def score_entries_triton(blocks: Sequence[Tensor], mlp: PackedMLP) -> Tensor:
     """See `score.score_entries`."""
     dtype = blocks[0].dtype
     if mlp.weight.dtype != dtype:
-        raise ValueError(
-            f"The kernel needs weights in the inputs' dtype {dtype}, got {mlp.weight.dtype}: see pack_mlp."
-        )
+        raise ValueError(f"Inputs in {dtype} need MLPs packed in it, got {mlp.weight.dtype}: see packed_dtype.")
     blocks = [block if block.stride(1) == 1 else block.contiguous() for block in blocks]
     length, (heads, width) = len(blocks[0]), mlp.weight_out.shape
     out = torch.empty((heads, length), dtype=torch.float32, device=mlp.weight.device)

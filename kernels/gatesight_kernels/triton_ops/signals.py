@@ -73,8 +73,8 @@ def gdn_signals_kernel(
             o_s = o_b + (tap - (K - 1))
             m_x = (m_t & (i_t * BT + o_s >= 0))[:, None] & m_d[None, :]
             b_x = tl.load(p_x + (o_s[:, None] * stride_xt + o_d[None, :]), mask=m_x, other=0.0).to(tl.float32)
-            if HAS_CONTEXT:
-                # only the first block looks back beyond the chunk
+            # only the first block looks back beyond the chunk
+            if HAS_CONTEXT:  # noqa: SIM102 - decided at compile time
                 if i_t == 0:
                     p_c = context_ptr + i_b * stride_cb + (head * D + o_d) * stride_cc
                     p_c = p_c[None, :] + (o_s + (K - 1))[:, None] * stride_ck
