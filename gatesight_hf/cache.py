@@ -99,11 +99,11 @@ class GateSightCache(CallFollower):
             CacheStateError: Nothing was prefilled, or the cache is compacted already.
             ValueError: The scorer gave NaN, or a model without output gates with `allocation="gate"`.
         """
+        begun = self._clock()
         prefill = self.prefill()
         assert self._recording is not None
         with torch.no_grad():
             if self._plan is None:
-                begun = self._clock()
                 means = self._recording.gate_means
                 self._plan = plan_compaction(prefill, self.scorer, means, self.options, self._kv_bytes())
                 self._seconds["score"] = self._clock() - begun

@@ -22,12 +22,12 @@ def markdown(summary: dict[str, Any], against: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _row(cells: Sequence[str]) -> str:
+def table_row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _header(cells: Sequence[str]) -> str:
-    return _row(cells) + "\n" + "|---" * len(cells) + "|"
+def table_header(cells: Sequence[str]) -> str:
+    return table_row(cells) + "\n" + "|---" * len(cells) + "|"
 
 
 def _fractions(table: dict[str, dict[str, Any]]) -> list[str]:
@@ -52,14 +52,14 @@ def _gate(summary: dict[str, Any]) -> str:
         f"A task counts in means if the full cache reaches {gate['least_full']:.2f} and the attention cache emptied, "
         f"GDN states kept, at most {gate['most_empty']:.2f}.",
         "",
-        _header(["task", "family", "contexts", "tokens", "full", "emptied", "counted"]),
+        table_header(["task", "family", "contexts", "tokens", "full", "emptied", "counted"]),
     ]
     if any(task["leak"] for task in gate["tasks"]):
         lines[2] += " The contexts of tasks marked * say what will be asked, so that no method is query-agnostic there."
     for task in gate["tasks"]:
         counted = "yes" if task["passed"] else "no"
         numbers = [str(task["contexts"]), f"{task['tokens']:.0f}", _number(task["full"]), _number(task["empty"])]
-        lines.append(_row([task["task"] + "*" * task["leak"], task["family"], *numbers, counted]))
+        lines.append(table_row([task["task"] + "*" * task["leak"], task["family"], *numbers, counted]))
     return "\n".join(lines)
 
 
@@ -71,10 +71,10 @@ def _means(name: str, group: dict[str, Any]) -> str:
         return f"## {title}\n\nNo task counts, so there is no mean."
     lines = [f"## {title}", "", f"Tasks: {', '.join(group['tasks'])}. "]
     lines[-1] += f"Full cache {_interval(table[FULL]['1'])}, emptied {_interval(table[EMPTY]['0'])}."
-    lines += ["", _header(["kept fraction", *fractions])]
+    lines += ["", table_header(["kept fraction", *fractions])]
     for method, cells in table.items():
         if method not in CONTROLS:
-            lines.append(_row([method, *(_interval(cells.get(fraction)) for fraction in fractions)]))
+            lines.append(table_row([method, *(_interval(cells.get(fraction)) for fraction in fractions)]))
     return "\n".join(lines)
 
 
@@ -85,7 +85,7 @@ def _differences(table: dict[str, dict[str, Any]], against: str) -> str:
         "",
         "Gated mean with 95 % interval; bold where the interval leaves out zero.",
         "",
-        _header(["kept fraction", *fractions]),
+        table_header(["kept fraction", *fractions]),
     ]
     for method, cells in table.items():
         if method in CONTROLS:
@@ -95,7 +95,7 @@ def _differences(table: dict[str, dict[str, Any]], against: str) -> str:
             cell = cells.get(fraction)
             text = "" if cell is None else f"{cell['mean']:+.3f} ({cell['low']:+.3f}…{cell['high']:+.3f})"
             row.append(f"**{text}**" if cell and (cell["low"] > 0 or cell["high"] < 0) else text)
-        lines.append(_row([method, *row]))
+        lines.append(table_row([method, *row]))
     return "\n".join(lines)
 
 
@@ -108,11 +108,11 @@ def _by_task(summary: dict[str, Any], task: str) -> str:
         "",
         f"Full cache {_number(table[FULL]['1'])}, emptied {_number(table[EMPTY]['0'])}.",
         "",
-        _header(["kept fraction", *fractions]),
+        table_header(["kept fraction", *fractions]),
     ]
     for method, cells in table.items():
         if method not in CONTROLS:
-            lines.append(_row([method, *(_number(cells.get(fraction)) for fraction in fractions)]))
+            lines.append(table_row([method, *(_number(cells.get(fraction)) for fraction in fractions)]))
     return "\n".join(lines)
 
 
@@ -121,11 +121,11 @@ def _depth(by_depth: dict[str, Any]) -> str:
     lines = [
         f"## By depth of the answer, kept fraction {fraction}",
         "",
-        _header(["method", "first quarter", "second", "third", "last"]),
+        table_header(["method", "first quarter", "second", "third", "last"]),
     ]
     for method, cells in by_depth["quartiles"].items():
         if fraction in cells:
-            lines.append(_row([method, *map(_number, cells[fraction])]))
+            lines.append(table_row([method, *map(_number, cells[fraction])]))
     return "\n".join(lines)
 
 
@@ -137,13 +137,13 @@ def _budgets(summary: dict[str, Any]) -> str:
         "",
         "Achieved kept fraction / bytes held over bytes of the full cache.",
         "",
-        _header(["kept fraction", *fractions]),
+        table_header(["kept fraction", *fractions]),
     ]
     for method in achieved:
         if method not in CONTROLS:
             of_method = achieved[method]
             cells = [f"{of_method[p]:.3f} / {share[method][p]:.3f}" if p in of_method else "" for p in fractions]
-            lines.append(_row([method, *cells]))
+            lines.append(table_row([method, *cells]))
     return "\n".join(lines)
 
 
@@ -153,10 +153,10 @@ def _costs(costs: dict[str, Any]) -> str:
         "",
         f"Median share of the prefill of the same context (median prefill {costs['prefill_seconds']:.3f} s).",
         "",
-        _header(["scorer", "share of prefill"]),
+        table_header(["scorer", "share of prefill"]),
     ]
     for name, value in sorted(costs["score_share_of_prefill"].items(), key=lambda pair: pair[1]):
-        lines.append(_row([name, f"{value:.2%}"]))
+        lines.append(table_row([name, f"{value:.2%}"]))
     return "\n".join(lines)
 
 
@@ -186,7 +186,7 @@ def _provenance(summary: dict[str, Any]) -> str:
 
 def plot_curves(summary: dict[str, Any], group: str, path: Path) -> None:
     """Accuracy over kept fraction with intervals, of the methods that were measured at every fraction."""
-    axis, figure = _axis((7, 4.5))
+    axis, figure = new_axis((7, 4.5))
     table = summary["groups"][group]["mean"]
     fractions = _fractions(table)
     for number, (method, cells) in enumerate(table.items()):
@@ -203,12 +203,12 @@ def plot_curves(summary: dict[str, Any], group: str, path: Path) -> None:
     axis.set_xticks([float(p) for p in fractions], fractions, fontsize=7)
     axis.minorticks_off()
     axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_depths(summary: dict[str, Any], method: str, path: Path) -> None:
     """Needle depth × kept fraction as a heat map."""
-    axis, figure = _axis((6, 3))
+    axis, figure = new_axis((6, 3))
     cells = summary["by_depth"]["quartiles"][method]
     fractions = sorted(cells, key=float)
     values = [[float("nan") if v is None else v for v in cells[p]] for p in fractions]
@@ -219,16 +219,16 @@ def plot_depths(summary: dict[str, Any], method: str, path: Path) -> None:
     axis.set_xticks(range(len(fractions)), fractions, fontsize=7)
     axis.set_yticks(range(4), ["first", "second", "third", "last"], fontsize=7)
     figure.colorbar(image)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_costs(summary: dict[str, Any], path: Path) -> None:
     """Cost of scoring as bars, as a share of prefill."""
-    axis, figure = _axis((6, 3.5))
+    axis, figure = new_axis((6, 3.5))
     shares = dict(sorted(summary["costs"]["score_share_of_prefill"].items(), key=lambda pair: pair[1]))
     axis.barh(list(shares), [100 * value for value in shares.values()])
     axis.set(xlabel="scoring, % of prefill", xscale="log")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _colour(number: int) -> Any:
@@ -238,7 +238,7 @@ def _colour(number: int) -> Any:
     return matplotlib.colormaps["tab20"](number % 20)
 
 
-def _axis(size: tuple[float, float]) -> tuple[Any, Any]:
+def new_axis(size: tuple[float, float]) -> tuple[Any, Any]:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -248,7 +248,7 @@ def _axis(size: tuple[float, float]) -> tuple[Any, Any]:
     return axis, figure
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure.savefig(path, dpi=120, bbox_inches="tight")

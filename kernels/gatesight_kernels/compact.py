@@ -1,5 +1,6 @@
 """Kept rows of keys, values or index keys, moved together."""
 
+import torch
 from torch import Tensor
 
 from .backend import runs_triton
@@ -34,7 +35,8 @@ def compact_rows(rows: Tensor, indices: Tensor, in_place: bool = False) -> Tenso
     if runs_triton(rows, indices):
         from .triton_ops.compact import compact_rows_triton
 
-        return compact_rows_triton(rows, indices, in_place)
+        with torch.cuda.device_of(rows):
+            return compact_rows_triton(rows, indices, in_place)
     return compact_rows_torch(rows, indices, in_place)
 
 

@@ -24,7 +24,8 @@ def gate_means(gate: Tensor) -> Tensor:
     if runs_triton(gate):
         from .triton_ops.gates import gate_means_triton
 
-        return gate_means_triton(gate)
+        with torch.cuda.device_of(gate):
+            return gate_means_triton(gate)
     return gate_means_torch(gate)
 
 

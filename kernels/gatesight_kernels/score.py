@@ -125,7 +125,8 @@ def score_entries(blocks: Sequence[Tensor], mlp: PackedMLP) -> Tensor:
     if runs_triton(*blocks, mlp.weight):
         from .triton_ops.score import score_entries_triton
 
-        return score_entries_triton(blocks, mlp)
+        with torch.cuda.device_of(mlp.weight):
+            return score_entries_triton(blocks, mlp)
     return score_entries_torch(blocks, mlp)
 
 

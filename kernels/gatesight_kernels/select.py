@@ -25,7 +25,8 @@ def select_top(scores: Tensor, count: int) -> Tensor:
     if runs_triton(scores):
         from .triton_ops.select import select_top_triton
 
-        return select_top_triton(scores, count)
+        with torch.cuda.device_of(scores):
+            return select_top_triton(scores, count)
     return select_top_torch(scores, count)
 
 

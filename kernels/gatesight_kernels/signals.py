@@ -49,7 +49,8 @@ def gdn_signals(
     if runs_triton(values, b, a, log_a, dt_bias, weight):
         from .triton_ops.signals import gdn_signals_triton
 
-        return gdn_signals_triton(b, a, values, log_a, dt_bias, weight, bias, context)
+        with torch.cuda.device_of(values):
+            return gdn_signals_triton(b, a, values, log_a, dt_bias, weight, bias, context)
     return gdn_signals_torch(b, a, values, log_a, dt_bias, weight, bias, context)
 
 
