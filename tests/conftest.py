@@ -1,6 +1,8 @@
 """Tiny random models, estimators, and the oracle: a full cache with an explicit -inf mask on evicted entries."""
 
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -8,6 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+
+# Before anything imports triton: without a GPU its kernels are interpreted.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from torch import Tensor, nn
 from transformers import (
     DynamicCache,
@@ -108,6 +115,37 @@ def _no_grad() -> Iterator[None]:
     torch.manual_seed(0)
     with torch.no_grad():
         yield
+
+
+GPU = torch.cuda.is_available()
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", marks=pytest.mark.skipif(GPU, reason="kernels are interpreted only where there is no GPU")),
+        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]),
+    ]
+)
+def device(request: pytest.FixtureRequest) -> str:
+    """Where kernels run: on a GPU, or interpreted."""
+    return request.param
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `gatesight_kernels` allocates without setting it is NaN, or huge: no output with a hole can pass."""
+
+    def poisoning(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def empty(*args: Any, **kwargs: Any) -> Tensor:
+            found = allocate(*args, **kwargs)
+            if sys._getframe(1).f_globals["__name__"].startswith("gatesight_kernels"):
+                found.fill_(torch.nan if found.is_floating_point() else torch.iinfo(found.dtype).max)
+            return found
+
+        return empty
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoning(getattr(owner, name)))
 
 
 def random_ids(length: int, rows: int = 1, seed: int = 0) -> Tensor:

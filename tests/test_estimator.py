@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gatesight_kernels
 from gatesight_hf import Estimator, EstimatorConfig, EstimatorMismatchError, GateSightCache, Prefill, Scorer
@@ -97,6 +98,29 @@ def test_signals_in_bf16_are_scored_in_float32(dense):
     low = replace(prefill, signals=[signal.bfloat16() for signal in prefill.signals])
     same = replace(prefill, signals=[signal.float() for signal in low.signals])
     assert torch.equal(estimator.score(low)[1], estimator.score(same)[1])
+
+
+class LargestTensor(TorchDispatchMode):
+    """How many numbers the largest tensor has that is made within, views not counted."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
+        if isinstance(out, Tensor) and out.untyped_storage().data_ptr() not in given:
+            self.numbers = max(self.numbers, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_matrix_of_features_is_built(dense, dtype):
+    length = 3 * gatesight_kernels.score.TOKENS_PER_TILE + 5
+    estimator, prefill = random_estimator(dense), random_prefill(dense, [length])
+    prefill = replace(prefill, signals=[signal.to(dtype) for signal in prefill.signals])
+    with LargestTensor() as largest:
+        estimator.score(prefill)
+    assert largest.numbers <= gatesight_kernels.score.TOKENS_PER_TILE * estimator.config.input_size(1)
 
 
 def test_an_estimator_is_a_scorer(dense):

@@ -143,8 +143,8 @@ def score_entries_torch(blocks: Sequence[Tensor], mlp: PackedMLP) -> Tensor:
             hidden = torch.addmm(hidden, age_features(start, stop, length, hidden.device), mlp.age_weight)
         for block, weight in zip(blocks, weights, strict=True):
             hidden = torch.addmm(hidden, block[start:stop].float(), weight)
-        activated = F.gelu(hidden).unflatten(1, (heads, width))
-        scores[:, start:stop] = torch.einsum("thw,hw->ht", activated, mlp.weight_out)
+        products = F.gelu(hidden).mul_(mlp.weight_out.flatten()).unflatten(1, (heads, width))
+        scores[:, start:stop] = products.sum(-1).t()
     return scores + mlp.bias_out.unsqueeze(1)
 
 

@@ -35,8 +35,12 @@ def select_top_torch(scores: Tensor, count: int) -> Tensor:
     heads, length = scores.shape
     if count in (0, length):
         return torch.arange(count, device=scores.device).expand(heads, -1)
-    worst = scores.topk(count, sorted=False).values.amin(-1, keepdim=True)
-    above, equal = scores > worst, scores == worst
+    top = scores.topk(count, sorted=False)
+    worst = top.values.amin(-1, keepdim=True)
+    equal = scores == worst
+    if bool((equal.sum(-1) == (top.values == worst).sum(-1)).all()):
+        return top.indices.sort(dim=-1).values  # nothing that was left out ties with what was chosen
+    above = scores > worst
     missing = count - above.sum(-1, keepdim=True)
     chosen = above | (equal & (equal.cumsum(-1) <= missing))
     return chosen.nonzero()[:, 1].view(heads, count)
