@@ -208,6 +208,7 @@ class GateSightCache(CallFollower):
         child._watcher = None
         child.layers = [layer.fork() for layer in self._all_layers]
         if self._recording is not None:
+            self._recording.join_signals()  # once for all forks
             child._recording = self._recording.copy(child.scorer.needs)
         child._seconds = dict(self._seconds)
         return child

@@ -58,6 +58,11 @@ class HybridSpec:
                 "its text model alone, for example with AutoModelForCausalLM."
             )
         adapter_for(config)
+        if config.hidden_act not in ("silu", "swish"):
+            raise UnsupportedModelError(
+                f"{config.model_type} with hidden_act={config.hidden_act!r}: write magnitudes are those of values "
+                "after SiLU, which all published models of these families have."
+            )
         types = list(config.layer_types)
         unknown = sorted(set(types) - {"linear_attention", "full_attention"})
         if unknown:

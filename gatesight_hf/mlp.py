@@ -7,6 +7,7 @@ wrong shapes and wrong sizes are errors before anything is allocated.
 import json
 from abc import ABC, abstractmethod
 from dataclasses import asdict
+from functools import reduce
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -96,7 +97,7 @@ class MLPScorer(ABC, Generic[C]):
                 raise ValueError(f"Weights: {name} holds values that are not finite or not positive.")
         self.config = config
         self.tensors = tensors
-        self._packed: dict[tuple[int, torch.device, torch.dtype], PackedMLP] = {}
+        self._packed: dict[tuple[int, torch.device, torch.dtype], tuple[list[Tensor], list[int], PackedMLP]] = {}
 
     def check(self, spec: HybridSpec) -> None:
         """Raises EstimatorMismatchError unless the scorer was trained for this layout."""
@@ -125,18 +126,30 @@ class MLPScorer(ABC, Generic[C]):
         keys = prefill.keys[ordinal]
         scores = keys.new_zeros(keys.shape[:3], dtype=torch.float32)
         for row, length in enumerate(prefill.lengths):
-            inputs = [block.to(keys.device) for block in self.inputs(prefill, ordinal, row)]
+            inputs = self.inputs(prefill, ordinal, row)
+            # One device and dtype, which they have already unless layers are spread, or some ran under autocast.
+            dtype = reduce(torch.promote_types, [block.dtype for block in inputs])
+            inputs = [block.to(keys.device, dtype) for block in inputs]
             mlp = self._mlp(ordinal, keys.device, packed_dtype(inputs[0]))
             scores[row, :, keys.shape[2] - length :] = score_entries(inputs, mlp)
         return scores
 
     def _mlp(self, ordinal: int, device: torch.device, dtype: torch.dtype) -> PackedMLP:
-        """The MLPs of one layer on `device`; packed once."""
-        if (key := (ordinal, device, dtype)) not in self._packed:
-            names = ("weight_in", "bias_in", "weight_out", "bias_out", "input_mean", "input_std")
-            tensors = [self.tensors[f"layers.{ordinal}.{name}"] for name in names]
-            self._packed[key] = pack_mlp(*tensors, ages=True, dtype=dtype, device=device)
-        return self._packed[key]
+        """The MLPs of one layer on `device`; packed anew only if `tensors` were edited."""
+        names = ("weight_in", "bias_in", "weight_out", "bias_out", "input_mean", "input_std")
+        tensors = [self.tensors[f"layers.{ordinal}.{name}"] for name in names]
+        versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+        key = (ordinal, device, dtype)
+        if key in self._packed:
+            of_tensors, of_versions, packed = self._packed[key]
+            if of_versions == versions and all(a is b for a, b in zip(of_tensors, tensors, strict=True)):
+                return packed
+        packed = pack_mlp(*tensors, ages=True, dtype=dtype, device=device)
+        self._packed[key] = (tensors, versions, packed)
+        return packed
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_packed": {}}  # copies and pickles pack for themselves
 
     # -- files ---------------------------------------------------------------------------------------------------------
 

@@ -130,18 +130,22 @@ class Recording:
 
     @property
     def signals(self) -> list[Tensor]:
-        """Per GDN ordinal `[B, T, 3, HV]`; empty if none were recorded.
-
-        Layers of a run lie side by side in one tensor, so that a scorer reads them at once without a copy. Runs are
-        joined one after another, and the chunks of each let go, so that signals are never held twice.
-        """
-        if not self._signals_joined:
-            for run in self._runs:
-                chunks = [self._signals[i] for i in run if self._signals[i]]
-                for i, joined in zip(run, _side_by_side(chunks), strict=False):
-                    self._signals[i] = [joined]
-            self._signals_joined = True
+        """Per GDN ordinal `[B, T, 3, HV]`; empty if none were recorded."""
+        self.join_signals()
         return [chunks[0] for chunks in self._signals if chunks]
+
+    def join_signals(self) -> None:
+        """Lay layers of a run side by side in one tensor, so that a scorer reads them at once without a copy.
+
+        Runs are joined one after another, and the chunks of each let go: at no time more than one run is held twice.
+        """
+        if self._signals_joined:
+            return
+        for run in self._runs:
+            chunks = [self._signals[i] for i in run if self._signals[i]]
+            for i, joined in zip(run, _side_by_side(chunks), strict=False):
+                self._signals[i] = [joined]
+        self._signals_joined = True
 
     @property
     def hidden(self) -> list[Tensor]:
@@ -191,10 +195,11 @@ def _joined(layers: list[list[Tensor]]) -> list[Tensor]:
 
 
 def _side_by_side(layers: list[list[Tensor]]) -> list[Tensor]:
-    """The chunks of each layer joined, as views of one tensor `[B, T, layers, 3, HV]` where they are on one device."""
-    if len({chunk.device for chunks in layers for chunk in chunks}) != 1:
+    """The chunks of each layer joined; views of one tensor `[B, T, layers, 3, HV]` if of one device and dtype."""
+    if len({(chunk.device, chunk.dtype) for chunks in layers for chunk in chunks}) != 1:
         return _joined(layers)  # or there are none
     (batch, _, *sizes), length = layers[0][0].shape, sum(chunk.shape[1] for chunk in layers[0])
+    assert all(sum(chunk.shape[1] for chunk in chunks) == length for chunks in layers)
     together = layers[0][0].new_empty((batch, length, len(layers), *sizes))
     for i, chunks in enumerate(layers):
         start = 0

@@ -1,8 +1,7 @@
 """Tiny random models, estimators, and the oracle: a full cache with an explicit -inf mask on evicted entries."""
 
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +30,8 @@ from gatesight_hf._compat import cache_argument, cache_of_call
 from gatesight_hf.attention import VIEWED, AttentionView
 from gatesight_hf.hybrid import HybridSpec, adapter_for, find_modules
 from gatesight_hf.scoring import Needs
+
+from .kernel_fixtures import backend, device, poisoned  # noqa: F401 - fixtures
 
 torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
@@ -115,37 +116,6 @@ def _no_grad() -> Iterator[None]:
     torch.manual_seed(0)
     with torch.no_grad():
         yield
-
-
-GPU = torch.cuda.is_available()
-
-
-@pytest.fixture(
-    params=[
-        pytest.param("cpu", marks=pytest.mark.skipif(GPU, reason="kernels are interpreted only where there is no GPU")),
-        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]),
-    ]
-)
-def device(request: pytest.FixtureRequest) -> str:
-    """Where kernels run: on a GPU, or interpreted."""
-    return request.param
-
-
-@pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `gatesight_kernels` allocates without setting it is NaN, or huge: no output with a hole can pass."""
-
-    def poisoning(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def empty(*args: Any, **kwargs: Any) -> Tensor:
-            found = allocate(*args, **kwargs)
-            if sys._getframe(1).f_globals["__name__"].startswith("gatesight_kernels"):
-                found.fill_(torch.nan if found.is_floating_point() else torch.iinfo(found.dtype).max)
-            return found
-
-        return empty
-
-    for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
-        monkeypatch.setattr(owner, name, poisoning(getattr(owner, name)))
 
 
 def random_ids(length: int, rows: int = 1, seed: int = 0) -> Tensor:

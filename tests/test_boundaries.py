@@ -21,6 +21,8 @@ from gatesight_hf.training import collect as collecting
 from gatesight_hf.training.collect import Sampling, document_tensors
 from gatesight_hf.training.run import weights_digest
 
+from .conftest import tiny_model
+
 pytestmark = pytest.mark.core
 
 IDS = torch.randint(1, 128, (1, 30), generator=torch.Generator().manual_seed(11))
@@ -119,6 +121,11 @@ def test_generate_without_a_cache_in_use_is_refused(dense: Any) -> None:
 def test_a_multimodal_model_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match="multimodal"):
         HybridSpec.from_config(Qwen3_5Config())
+
+
+def test_another_activation_than_silu_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="hidden_act='gelu'"):
+        GateSightCache(RandomScorer(), tiny_model(hidden_act="gelu"))
 
 
 def test_rows_may_be_repeated_before_anything_is_seen(dense: Any) -> None:

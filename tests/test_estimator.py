@@ -1,5 +1,6 @@
 """The estimator: its file format is strict, and its scores are those of a plain MLP per head."""
 
+import copy
 import json
 import math
 import pickle
@@ -121,6 +122,32 @@ def test_no_matrix_of_features_is_built(dense, dtype):
     with LargestTensor() as largest:
         estimator.score(prefill)
     assert largest.numbers <= gatesight_kernels.score.TOKENS_PER_TILE * estimator.config.input_size(1)
+
+
+@pytest.mark.parametrize("part", ["weight_in", "weight_out", "bias_out", "input_mean"])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_edited_tensors_are_scored_with(dense, part, replaced):
+    estimator, prefill = random_estimator(dense), random_prefill(dense, [9])
+    before, name = estimator.score(prefill), f"layers.1.{part}"
+    twin, shallow = copy.deepcopy(estimator), copy.copy(estimator)
+    if replaced:
+        estimator.tensors = {**estimator.tensors, name: estimator.tensors[name] + 1}
+    else:
+        estimator.tensors[name].add_(1)
+    after = estimator.score(prefill)
+    assert torch.equal(after[0], before[0]) and not torch.allclose(after[1], before[1])
+    assert torch.equal(after[1], Estimator(estimator.config, estimator.tensors).score(prefill)[1])
+    assert torch.equal(twin.score(prefill)[1], before[1])
+    assert torch.equal(shallow.score(prefill)[1], before[1]) == replaced
+    assert len(pickle.dumps(estimator)) == len(pickle.dumps(Estimator(estimator.config, estimator.tensors)))
+
+
+def test_windows_of_two_dtypes_are_scored_in_the_wider_one(dense):
+    estimator, prefill = random_estimator(dense), random_prefill(dense, [9])
+    mixed = [signal.bfloat16() if i < 3 else signal for i, signal in enumerate(prefill.signals)]
+    widened = [signal.float() for signal in mixed]
+    found, expected = (estimator.score(replace(prefill, signals=signals))[1] for signals in (mixed, widened))
+    assert torch.equal(found, expected)
 
 
 def test_an_estimator_is_a_scorer(dense):

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from gatesight_hf import GateSightCache, signals
+from gatesight_hf.hybrid import HybridSpec
+from gatesight_hf.recording import Recording
+from gatesight_hf.scoring import Needs
 from gatesight_hf.signals import attach
 
 from .conftest import (
@@ -133,6 +136,40 @@ def test_signals_keep_the_dtype_of_the_model():
     assert {signal.dtype for signal in cache.prefill().signals} == {torch.bfloat16}
     expected = 6 * LENGTH * 3 * 4 * 2
     assert cache.report().signal_bytes == expected
+
+
+def test_layers_of_a_run_lie_side_by_side_and_forks_share_them(dense):
+    parent = prefilled(dense, random_ids(LENGTH), [8, 8, 5])
+    children = [parent.fork() for _ in range(3)]
+    recorded = [cache.prefill().signals for cache in (parent, *children)]
+    for run in (range(3), range(3, 6)):
+        assert len({signals[i].untyped_storage().data_ptr() for signals in recorded for i in run}) == 1
+        assert recorded[0][run[0]].untyped_storage().nbytes() == 3 * LENGTH * 3 * 4 * 4
+
+
+def test_a_child_that_goes_on_does_not_change_what_its_parent_recorded(dense):
+    ids = random_ids(LENGTH)
+    expected = prefilled(dense, ids, [LENGTH]).prefill().signals
+    parent = prefilled(dense, ids[:, :8], [8])
+    for _ in range(2):
+        child = parent.fork()
+        dense(ids[:, 8:], past_key_values=child)
+        found = child.prefill().signals
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected, strict=True))
+        assert {signal.shape[1] for signal in parent.prefill().signals} == {8}
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_signals_of_another_dtype_keep_it(dense, odd):
+    """As under autocast: one layer of a run in bf16, or one chunk, beside float32."""
+    recording = Recording(HybridSpec.from_config(dense.config), Needs(signals=True))
+    given = [[torch.randn(1, 4, 3, 4), torch.randn(1, 2, 3, 4)] for _ in range(6)]
+    given[odd][odd] = given[odd][odd].bfloat16()
+    for gdn, chunks in enumerate(given):
+        for chunk in chunks:
+            recording.add_signals(gdn, chunk)
+    for found, chunks in zip(recording.signals, given, strict=True):
+        assert torch.equal(found, torch.cat(chunks, dim=1)) and found.dtype == torch.float32
 
 
 def test_an_offloaded_model_gives_the_same_signals(dense):

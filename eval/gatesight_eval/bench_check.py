@@ -162,14 +162,14 @@ def capture(model: Any, gdn_layers: int | None = None) -> Iterator[Captured]:
             handle.remove()
 
 
-def check_recording(model: Any, scorer: Estimator, ids: Tensor) -> list[Check]:
-    """Signals and mean output gates of a prefill in three chunks, the last of a single token."""
+def check_recording(model: Any, scorer: Estimator, ids: Tensor, chunk: int) -> list[Check]:
+    """Signals and mean output gates of a whole prefill in chunks, the last of them a single token."""
     adapter, dtype, tokens = adapter_for(model.config), model.dtype, ids.shape[1]
     modules = find_modules(model, HybridSpec.from_config(model.config))
     with attach(model), capture(model) as captured:
         cache = GateSightCache(scorer, model)
-        for part in ids.split([tokens // 2, tokens - tokens // 2 - 1, 1], dim=1):
-            prefill(model, part, cache)
+        prefill(model, ids[:, :-1], cache, chunk)
+        prefill(model, ids[:, -1:], cache)
         recorded, means = cache.prefill(), cache.report().gate_means
     checks = []
     for i, layer in enumerate(modules.gdn):

@@ -1,6 +1,6 @@
 """Which implementation runs, decided here and nowhere else."""
 
-import importlib.util
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,14 +38,14 @@ def runs_triton(*tensors: Tensor) -> bool:
 
     Raises:
         ValueError: `GATESIGHT_BACKEND` names no backend.
-        RuntimeError: Triton is forced and is not installed, or cannot reach the tensors, or does not take their dtype.
+        RuntimeError: Triton is forced and is not there, or cannot reach the tensors, or does not take their dtype.
     """
     name = _forced.get() or _checked(os.environ.get(VARIABLE) or "auto", VARIABLE)
-    if name == "torch":
+    if name == "torch" or (name == "auto" and not tensors[0].is_cuda):
         return False
     obstacle = _obstacle(tensors)
     if name == "auto":
-        return obstacle is None and tensors[0].is_cuda
+        return obstacle is None
     if obstacle is not None:
         raise RuntimeError(f"The Triton kernels are forced, but {obstacle}. Choose backend 'auto' or 'torch'.")
     return True
@@ -62,8 +62,8 @@ def _obstacle(tensors: tuple[Tensor, ...]) -> str | None:
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
         return f"the tensors are on different devices: {', '.join(sorted(map(str, devices)))}"
-    if not _installed():
-        return "triton is not installed"
+    if not _importable():
+        return "triton cannot be imported"
     if not tensors[0].is_cuda and not _interpreted():
         return f"the tensors are on {tensors[0].device}, not on a GPU (only Triton's interpreter runs there)"
     if double := [tensor for tensor in tensors if tensor.element_size() > 4 and tensor.is_floating_point()]:
@@ -72,8 +72,12 @@ def _obstacle(tensors: tuple[Tensor, ...]) -> str | None:
 
 
 @cache
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _importable() -> bool:
+    try:
+        importlib.import_module("triton.language")
+    except Exception:  # a broken installation may raise anything
+        return False
+    return True
 
 
 def _interpreted() -> bool:

@@ -35,22 +35,23 @@ class PackedMLP:
     """The MLPs of one attention layer, made ready by `pack_mlp`. H heads of W hidden units, F inputs besides ages.
 
     Attributes:
-        weight: First layer, `[F, H · W]`, standardisation folded in, each column divided by its `scale`.
-        scale: `[H · W]`, float32, powers of two.
-        bias: `[H · W]`, float32, standardisation folded in.
-        age_weight: `[3, H · W]`, float32, likewise; None where ages are no inputs.
+        weight: First layer, `[F, H · W]`; in bfloat16 the standardisation of the inputs is folded in.
+        statistics: Mean and 1 / std of the inputs in other dtypes, `[2, F]`, float32; None in bfloat16.
+        bias: `[H · W]`, float32, with what is folded in.
+        age_weight: `[3, H · W]`, float32, the ages' standardisation folded in; None where ages are no inputs.
         weight_out: Second layer, `[H, W]`, float32.
         bias_out: `[H]`, float32.
     """
 
     weight: Tensor
-    scale: Tensor
+    statistics: Tensor | None
     bias: Tensor
     age_weight: Tensor | None
     weight_out: Tensor
     bias_out: Tensor
 
 
+@torch.no_grad()
 def pack_mlp(
     weight_in: Tensor,
     bias_in: Tensor,
@@ -63,10 +64,11 @@ def pack_mlp(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> PackedMLP:
-    """Fold the standardisation of the inputs into the first layer, and round that to `dtype`.
+    """Round the first layer to `dtype`; in bfloat16 fold the standardisation of the inputs into it.
 
     What a rounded weight does to an input's mean is taken back by the bias, so that rounding costs no more than if
-    standardised inputs were multiplied: (x - mean) · round(w / std).
+    standardised inputs were multiplied: (x - mean) · round(w / std). float16 has not the range for w / std, and float32
+    would lose digits where a mean is far larger than its std: there inputs are standardised when they are read.
 
     Args:
         weight_in: `[H, F, W]`; with `ages` the last 3 inputs are those of `age_features`.
@@ -79,19 +81,22 @@ def pack_mlp(
         device: Of the result.
     """
     heads, size, width = weight_in.shape
-    folded = weight_in.double().transpose(0, 1).reshape(size, heads * width) / std.double().unsqueeze(1)
+    first = weight_in.double().transpose(0, 1).reshape(size, heads * width)
+    mean, inverse_std = mean.double(), 1 / std.double()
+    folded = first * inverse_std.unsqueeze(1)
     inputs = size - NUM_AGES if ages else size
-    # Columns are scaled to the middle of float16's range, which w / std may leave; powers of two round nothing.
-    _, exponent = torch.frexp(folded[:inputs].abs().amax(0))
-    scale = torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent)
-    weight = (folded[:inputs] / scale).to(dtype)
-    rounded = torch.cat([weight.double() * scale, folded[inputs:]])
-    bias = bias_in.double().flatten() - mean.double() @ rounded
+    if dtype == torch.bfloat16:
+        weight, statistics = folded[:inputs].to(dtype), None
+        of_means = mean @ torch.cat([weight.double(), folded[inputs:]])
+    else:
+        weight, statistics = first[:inputs].to(dtype), torch.stack([mean[:inputs], inverse_std[:inputs]])
+        of_means = mean[inputs:] @ folded[inputs:]
     return PackedMLP(
-        weight=weight.to(device),
-        scale=scale.float().to(device),
-        bias=bias.float().to(device),
-        age_weight=folded[inputs:].float().to(device) if ages else None,
+        # The kernel counts on rows side by side, which `reshape` leaves apart where it need not copy.
+        weight=weight.to(device).contiguous(),
+        statistics=None if statistics is None else statistics.float().to(device),
+        bias=(bias_in.double().flatten() - of_means).float().to(device),
+        age_weight=folded[inputs:].float().to(device).contiguous() if ages else None,
         weight_out=weight_out.float().to(device).contiguous(),
         bias_out=bias_out.float().to(device).contiguous(),
     )
@@ -133,7 +138,9 @@ def score_entries(blocks: Sequence[Tensor], mlp: PackedMLP) -> Tensor:
 def score_entries_torch(blocks: Sequence[Tensor], mlp: PackedMLP) -> Tensor:
     """The twin: see `score_entries`. 16-bit inputs are widened one tile at a time; nothing else is copied."""
     length = len(blocks[0])
-    weights = (mlp.weight.float() * mlp.scale).split([block.shape[1] for block in blocks])
+    sizes = [block.shape[1] for block in blocks]
+    weights = mlp.weight.float().split(sizes)
+    statistics = [None] * len(sizes) if mlp.statistics is None else mlp.statistics.split(sizes, dim=1)
     heads, width = mlp.weight_out.shape
     scores = mlp.weight_out.new_empty((heads, length))
     for start in range(0, length, TOKENS_PER_TILE):
@@ -141,8 +148,11 @@ def score_entries_torch(blocks: Sequence[Tensor], mlp: PackedMLP) -> Tensor:
         hidden = mlp.bias.expand(stop - start, -1)
         if mlp.age_weight is not None:
             hidden = torch.addmm(hidden, age_features(start, stop, length, hidden.device), mlp.age_weight)
-        for block, weight in zip(blocks, weights, strict=True):
-            hidden = torch.addmm(hidden, block[start:stop].float(), weight)
+        for block, weight, of_block in zip(blocks, weights, statistics, strict=True):
+            inputs = block[start:stop].float()
+            if of_block is not None:
+                inputs = (inputs - of_block[0]).mul_(of_block[1])
+            hidden = torch.addmm(hidden, inputs, weight)
         products = F.gelu(hidden).mul_(mlp.weight_out.flatten()).unflatten(1, (heads, width))
         scores[:, start:stop] = products.sum(-1).t()
     return scores + mlp.bias_out.unsqueeze(1)

@@ -10,6 +10,7 @@ from .backend import runs_triton
 TOKENS_PER_TILE = 128
 
 
+@torch.no_grad()
 def gdn_signals(
     b: Tensor,
     a: Tensor,
@@ -24,7 +25,7 @@ def gdn_signals(
 
     β = sigmoid(b), g = -exp(log_a) · softplus(a + dt_bias), and v = SiLU(conv(values)) per value head, with a causal
     depthwise convolution (arXiv 2412.06464, equations 8 to 10 with the gates of its section 3.4). Everything is
-    computed in float32 and rounded once.
+    computed in float32 and rounded once. No gradients flow.
 
     Args:
         b: Logit of β, `[B, T, HV]`.
@@ -74,7 +75,7 @@ def gdn_signals_torch(
     by_tap = weight.to(work).t().contiguous()
     past = taps - 1
     # One buffer for all tiles: the last inputs of a tile are the context of the next one.
-    tokens = min(TOKENS_PER_TILE, length)
+    tokens = max(1, min(TOKENS_PER_TILE, length))
     inputs = values.new_empty((past + tokens, *values.shape[2:]), dtype=work)
     rows = inputs.view(len(inputs), channels)
     sums = rows.new_empty((tokens, channels))

@@ -35,7 +35,7 @@ def compact_rows_kernel(
     p_rows = rows_ptr + i_b * stride_b + i_h * stride_h + o_d[None, :]
     p_out = out_ptr + i_b * stride_ob + i_h * stride_oh + o_d[None, :]
     for n in range(i_n * BN, N, tl.num_programs(0) * BN):
-        o_n = n + tl.arange(0, BN)
+        o_n = n + tl.arange(0, BN).to(tl.int64)
         m_n = o_n < N
         m = m_n[:, None] & m_d[None, :]
         b_i = tl.load(p_i + o_n, mask=m_n, other=0)

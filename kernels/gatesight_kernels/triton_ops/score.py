@@ -19,7 +19,7 @@ def score_entries_kernel(
     x_ptrs,
     strides,
     weight_ptr,
-    scale_ptr,
+    statistics_ptr,
     bias_ptr,
     age_weight_ptr,
     weight_out_ptr,
@@ -31,7 +31,10 @@ def score_entries_kernel(
     H: tl.constexpr,
     W: tl.constexpr,
     HAS_AGES: tl.constexpr,
+    STANDARDISE: tl.constexpr,
+    F: tl.constexpr,
     GROUPS: tl.constexpr,
+    LARGEST: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
     BT: tl.constexpr,
@@ -53,7 +56,7 @@ def score_entries_kernel(
         o_c = (i_g * BH + o_n // BW) * W + o_n % BW
         m_n = (i_g * BH + o_n // BW < H) & (o_n % BW < W)
 
-    b_sum = tl.zeros((BT, BH * BW), dtype=tl.float32)
+    b_sum = tl.zeros((BT, BH * BW), dtype=tl.float32) + tl.load(bias_ptr + o_c, mask=m_n, other=0.0)[None, :]
     first = 0
     for i in tl.static_range(len(SIZES)):
         p_x = x_ptrs[i] + i_t * BT * strides[i]
@@ -63,15 +66,18 @@ def score_entries_kernel(
             m_f = o_f < SIZES[i]
             b_x = tl.load(p_x + (o_b[:, None] * strides[i] + o_f[None, :]), mask=m_t[:, None] & m_f[None, :], other=0.0)
             b_w = tl.load(p_w + o_f[:, None] * (H * W), mask=m_f[:, None] & m_n[None, :], other=0.0)
+            if STANDARDISE:
+                b_mean = tl.load(statistics_ptr + first + o_f, mask=m_f, other=0.0)
+                b_inverse = tl.load(statistics_ptr + F + first + o_f, mask=m_f, other=0.0)
+                b_z = (b_x.to(tl.float32) - b_mean[None, :]) * b_inverse[None, :]
+                # float16 has no larger ones
+                b_x = tl.clamp(b_z, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(b_w.dtype)
             if WIDEN:
                 # Triton's interpreter multiplies the bits of bfloat16 as if they were whole numbers
                 b_x, b_w = b_x.to(tl.float32), b_w.to(tl.float32)
             b_sum = tl.dot(b_x, b_w, b_sum, input_precision=PRECISION)
         first += SIZES[i]
 
-    b_scale = tl.load(scale_ptr + o_c, mask=m_n, other=0.0)
-    b_bias = tl.load(bias_ptr + o_c, mask=m_n, other=0.0)
-    b_sum = b_sum * b_scale[None, :] + b_bias[None, :]
     if HAS_AGES:
         b_age = (T - 1 - o_t).to(tl.float32)
         b_w0 = tl.load(age_weight_ptr + o_c, mask=m_n, other=0.0)
@@ -101,6 +107,7 @@ def launch_options(heads: int, width: int, dtype: torch.dtype) -> dict[str, int 
         "H": heads,
         "W": width,
         "GROUPS": triton.cdiv(heads, block_h),
+        "LARGEST": torch.finfo(dtype).max,
         "PRECISION": "ieee" if full else "tf32",
         "WIDEN": knobs.runtime.interpret and dtype == torch.bfloat16,
         "BT": BLOCK_T,
@@ -125,9 +132,9 @@ def score_entries_triton(blocks: Sequence[Tensor], mlp: PackedMLP) -> Tensor:
         tuple(blocks),
         tuple(block.stride(0) for block in blocks),
         mlp.weight,
-        mlp.scale,
+        mlp.bias if mlp.statistics is None else mlp.statistics,
         mlp.bias,
-        mlp.scale if mlp.age_weight is None else mlp.age_weight,
+        mlp.bias if mlp.age_weight is None else mlp.age_weight,
         mlp.weight_out,
         mlp.bias_out,
         out,
@@ -135,6 +142,8 @@ def score_entries_triton(blocks: Sequence[Tensor], mlp: PackedMLP) -> Tensor:
         1 / AGE_SCALE,
         SIZES=tuple(block.shape[1] for block in blocks),
         HAS_AGES=mlp.age_weight is not None,
+        STANDARDISE=mlp.statistics is not None,
+        F=len(mlp.weight),
         **options,
     )
     return out
