@@ -12,7 +12,7 @@ NAMES = {
     "scoring": "scores and selection",
     "compaction": "compaction",
 }
-#: Of Okabe and Ito, told apart by colour-blind readers.
+#: Of lengths in the plot; of Okabe and Ito, told apart by colour-blind readers.
 COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#009E73")
 
 NOTES = """\
@@ -195,23 +195,16 @@ def _provenance(result: dict[str, Any]) -> str:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Shares of prefill as bars for each length and method, phases stacked; logarithmic, so that heights are sums."""
-    bars = [
-        (f"{name}, {length['tokens']:,}", method["phases"])
-        for name in result["lengths"][0]["methods"]
-        for length in result["lengths"]
-        for method in [length["methods"][name]]
-    ]
-    axis, figure = new_axis((max(6.0, 0.5 * len(bars)), 4.5))
-    below = [0.0] * len(bars)
-    for colour, (phase, name) in zip(COLOURS, NAMES.items(), strict=True):
-        heights = [phases[phase]["percent_of_prefill"] for _, phases in bars]
-        axis.bar(range(len(bars)), heights, bottom=below, color=colour, label=name, width=0.7)
-        below = [bottom + height for bottom, height in zip(below, heights, strict=True)]
-    # A logarithmic axis has no zero: bars begin a hundredth below the lowest one's height.
-    axis.set_ylim(min(below) / 100, 2 * max(below))
+    """Share of prefill as bars for each method and length, on a logarithmic axis, since KVzip's dwarfs all others."""
+    lengths, methods = result["lengths"], list(result["lengths"][0]["methods"])
+    width = 0.8 / len(lengths)
+    axis, figure = new_axis((max(5.0, 1.3 * len(methods)), 3.5))
+    for i, length in enumerate(lengths):
+        shares = [length["methods"][name]["percent_of_prefill"] for name in methods]
+        at = [x + (i - (len(lengths) - 1) / 2) * width for x in range(len(methods))]
+        axis.bar(at, shares, width=0.9 * width, color=COLOURS[i % len(COLOURS)], label=f"{length['tokens']:,} tokens")
     axis.axhline(100, color="black", linewidth=0.8, linestyle=":")
-    axis.set(ylabel="share of prefill (%), logarithmic", xlabel="method, context length (tokens)", yscale="log")
-    axis.set_xticks(range(len(bars)), [name for name, _ in bars], rotation=60, ha="right", fontsize=7)
-    axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    axis.set(ylabel="share of prefill (%), logarithmic", yscale="log")
+    axis.set_xticks(range(len(methods)), methods, rotation=20, ha="right")
+    axis.legend(fontsize=8)
     save_figure(figure, path)
