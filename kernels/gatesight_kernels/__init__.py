@@ -7,7 +7,8 @@ A public name runs the Triton kernel for CUDA tensors and the twin elsewhere; `u
 from .backend import BACKENDS, use_backend
 from .compact import compact_rows
 from .gates import gate_means
-from .score import PackedMLP, age_features, pack_mlp, packed_dtype, score_entries
+from .packing import PackedMLP, age_features, pack_mlp
+from .score import packed_dtype, score_entries
 from .select import select_top
 from .signals import gdn_signals
 

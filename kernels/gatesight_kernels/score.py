@@ -1,105 +1,16 @@
 """Predicted utility of KV entries: the small MLPs of all KV heads of an attention layer over streamed inputs."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .backend import runs_triton
+from .packing import PackedMLP, age_features
 
 #: Tokens that the twin works on at a time: bounds its scratch memory, whatever the context's length.
 TOKENS_PER_TILE = 1024
-
-#: Ages are divided by the log of this length, so that inputs stay in [0, 1] up to a million tokens.
-AGE_SCALE = math.log1p(2**20)
-NUM_AGES = 3
-
-
-def age_features(start: int, stop: int, length: int, device: torch.device | None = None) -> Tensor:
-    """Ages of the tokens `start … stop-1` of a context of `length` tokens.
-
-    Returns:
-        `[stop - start, 3]`, float32: age / length, log(1 + age) and log(1 + position), both divided by log(1 + 2^20).
-        The age of a token is the number of context tokens after it.
-    """
-    position = torch.arange(start, stop, device=device)
-    age = (length - 1 - position).float()
-    return torch.stack([age / max(1, length), age.log1p() / AGE_SCALE, position.float().log1p() / AGE_SCALE], dim=-1)
-
-
-@dataclass(frozen=True)
-class PackedMLP:
-    """The MLPs of one attention layer, made ready by `pack_mlp`. H heads of W hidden units, F inputs besides ages.
-
-    Attributes:
-        weight: First layer, `[F, H · W]`; in bfloat16 the standardisation of the inputs is folded in.
-        statistics: Mean and 1 / std of the inputs in other dtypes, `[2, F]`, float32; None in bfloat16.
-        bias: `[H · W]`, float32, with what is folded in.
-        age_weight: `[3, H · W]`, float32, the ages' standardisation folded in; None where ages are no inputs.
-        weight_out: Second layer, `[H, W]`, float32.
-        bias_out: `[H]`, float32.
-    """
-
-    weight: Tensor
-    statistics: Tensor | None
-    bias: Tensor
-    age_weight: Tensor | None
-    weight_out: Tensor
-    bias_out: Tensor
-
-
-@torch.no_grad()
-def pack_mlp(
-    weight_in: Tensor,
-    bias_in: Tensor,
-    weight_out: Tensor,
-    bias_out: Tensor,
-    mean: Tensor,
-    std: Tensor,
-    *,
-    ages: bool,
-    dtype: torch.dtype,
-    device: torch.device | str,
-) -> PackedMLP:
-    """Round the first layer to `dtype`; in bfloat16 fold the standardisation of the inputs into it.
-
-    What a rounded weight does to an input's mean is taken back by the bias, so that rounding costs no more than if
-    standardised inputs were multiplied: (x - mean) · round(w / std). float16 has not the range for w / std, and float32
-    would lose digits where a mean is far larger than its std: there inputs are standardised when they are read.
-
-    Args:
-        weight_in: `[H, F, W]`; with `ages` the last 3 inputs are those of `age_features`.
-        bias_in: `[H, W]`.
-        weight_out: `[H, W]`.
-        bias_out: `[H]`.
-        mean, std: Of the inputs, `[F]`.
-        ages: Whether ages are inputs.
-        dtype: Of the first layer, see `packed_dtype`.
-        device: Of the result.
-    """
-    heads, size, width = weight_in.shape
-    first = weight_in.double().transpose(0, 1).reshape(size, heads * width)
-    mean, inverse_std = mean.double(), 1 / std.double()
-    folded = first * inverse_std.unsqueeze(1)
-    inputs = size - NUM_AGES if ages else size
-    if dtype == torch.bfloat16:
-        weight, statistics = folded[:inputs].to(dtype), None
-        of_means = mean @ torch.cat([weight.double(), folded[inputs:]])
-    else:
-        weight, statistics = first[:inputs].to(dtype), torch.stack([mean[:inputs], inverse_std[:inputs]])
-        of_means = mean[inputs:] @ folded[inputs:]
-    return PackedMLP(
-        # The kernel counts on rows side by side, which `reshape` leaves apart where it need not copy.
-        weight=weight.to(device).contiguous(),
-        statistics=None if statistics is None else statistics.float().to(device),
-        bias=(bias_in.double().flatten() - of_means).float().to(device),
-        age_weight=folded[inputs:].float().to(device).contiguous() if ages else None,
-        weight_out=weight_out.float().to(device).contiguous(),
-        bias_out=bias_out.float().to(device).contiguous(),
-    )
 
 
 def packed_dtype(inputs: Tensor) -> torch.dtype:

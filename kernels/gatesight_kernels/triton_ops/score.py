@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from ..score import AGE_SCALE, PackedMLP
+from ..packing import AGE_SCALE, PackedMLP
 
 #: Tokens of a program, and hidden units of all its heads together: larger tiles spill registers.
 BLOCK_T, BLOCK_N, BLOCK_F = 64, 128, 64
