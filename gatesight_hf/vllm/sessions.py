@@ -1,0 +1,109 @@
+"""The scheduler's book of sessions: what each holds of the block pool, who uses it, and which one goes first."""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+from .paged import Inherited
+
+
+@dataclass
+class Session:
+    """A compacted parent.
+
+    Attributes:
+        tokens: Of the context: where children begin.
+        attention: Per KV-cache group of an attention layer.
+        states: Per group of GDN layers, the block with their states after the context.
+        users: Requests that are its children now, waiting ones included.
+    """
+
+    tokens: int
+    attention: dict[int, Inherited]
+    states: dict[int, KVCacheBlock]
+    users: set[str] = field(default_factory=set)
+
+    @property
+    def blocks(self) -> list[KVCacheBlock]:
+        """All that it holds."""
+        return [*self.states.values(), *(block for inherited in self.attention.values() for block in inherited.blocks)]
+
+
+class Sessions:
+    """By id, the least recently used one first. Holds one reference to each block of each session.
+
+    Args:
+        most: Sessions at a time; idle ones beyond that are dropped.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held: OrderedDict[str, Session] = OrderedDict()
+        #: Dropped while in use: gone for new requests, and given back when the last user ends.
+        self._leaving: list[Session] = []
+        self._stale: list[tuple[int, int]] = []
+        self.pool: BlockPool | None = None
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def get(self, session_id: str) -> Session | None:
+        return self._held.get(session_id)
+
+    def add(self, session_id: str, session: Session) -> None:
+        """Take over one reference to each block; a session of the same id is dropped."""
+        self.drop(session_id)
+        self._held[session_id] = session
+        while len(self._held) > self._most and self.drop_idle():
+            pass
+
+    def use(self, session_id: str, request_id: str) -> Session | None:
+        """The session, which stays at least until `release`; None if there is no such one."""
+        session = self._held.get(session_id)
+        if session is not None:
+            session.users.add(request_id)
+            self._held.move_to_end(session_id)
+        return session
+
+    def release(self, request_id: str) -> None:
+        """A request ended."""
+        for session in (*self._held.values(), *self._leaving):
+            session.users.discard(request_id)
+        ended = [session for session in self._leaving if not session.users]
+        self._leaving = [session for session in self._leaving if session.users]
+        for session in ended:
+            self._give_back(session)
+
+    def drop(self, session_id: str) -> bool:
+        """End a session; its blocks go back now, or when its last child has ended. False if there is none."""
+        session = self._held.pop(session_id, None)
+        if session is None:
+            return False
+        if session.users:
+            self._leaving.append(session)
+        else:
+            self._give_back(session)
+        return True
+
+    def drop_idle(self) -> bool:
+        """Drop the least recently used session that no request uses; False if there is none."""
+        idle = next((name for name, session in self._held.items() if not session.users), None)
+        return idle is not None and self.drop(idle)
+
+    def make_room(self, blocks: int) -> None:
+        """Drop idle sessions until so many blocks are free, or none is left."""
+        assert self.pool is not None
+        while self.pool.get_num_free_blocks() < blocks and self.drop_idle():
+            pass
+
+    def take_stale(self) -> list[tuple[int, int]]:
+        """Group and id of the first blocks of sessions that ended since the last call."""
+        stale, self._stale = self._stale, []
+        return stale
+
+    def _give_back(self, session: Session) -> None:
+        assert self.pool is not None
+        self._stale += [(i, inherited.blocks[0].block_id) for i, inherited in session.attention.items()]
+        self.pool.free_blocks(reversed(session.blocks))

