@@ -67,7 +67,8 @@ def engine(model: Any, estimator: Estimator, tmp_path_factory: pytest.TempPathFa
     folder: Path = tmp_path_factory.mktemp("vllm")
     model.save_pretrained(folder / "model")
     estimator.save_pretrained(folder / "estimator")
-    sizes = {"max_model_len": 2048, "max_num_seqs": 8, "max_num_batched_tokens": STEP}
+    # So few blocks that sessions make room and children are preempted.
+    sizes = {"max_model_len": 2048, "max_num_seqs": 8, "max_num_batched_tokens": STEP, "num_gpu_blocks_override": 48}
     return gatesight_vllm.GateSightLLM(
         folder / "model", folder / "estimator", dtype="bfloat16", skip_tokenizer_init=True, **sizes
     )
@@ -122,9 +123,9 @@ def test_children_of_a_parent_that_keeps_all_are_ordinary_runs(engine):
     engine.drop(session)
 
 
-@pytest.mark.parametrize("kept_fraction", [0.5, 0.25])
+@pytest.mark.parametrize(("kept_fraction", "protected"), [(0.5, 0), (0.25, 0), (0.25, 10)])
 def test_what_stays_and_what_is_answered_are_those_of_transformers(
-    engine, model, estimator, kept_fraction, monkeypatch
+    engine, model, estimator, kept_fraction, protected, monkeypatch
 ):
     positions: list[Tensor] = []
     plain = Pages.compact
@@ -134,25 +135,26 @@ def test_what_stays_and_what_is_answered_are_those_of_transformers(
         plain(self, blocks, kept)
 
     monkeypatch.setattr(Pages, "compact", compact)
-    session = engine.open(CONTEXT_IDS, kept_fraction=kept_fraction)
+    session = engine.open(CONTEXT_IDS, kept_fraction=kept_fraction, protected_prefix=protected)
     block = scheduler(engine).connector._block_size[max(scheduler(engine).connector._layers)]
-    own = prefilled(model, estimator, kept_fraction, block_size=block)
+    options = {"block_size": block, "protected_prefix": protected}
+    own = prefilled(model, estimator, kept_fraction, **options)
     means = own.report().gate_means[0]
     assert session.gate_means == pytest.approx(means, rel=1e-2)
     scores = own.score().of
     own.compact()
     same_entries = 0
     for found, of_layer, layer, kept in zip(positions, scores, own.attention_layers, session.kept, strict=True):
-        assert layer.kept_length == kept and kept % block == 0
+        assert layer.kept_length == kept and (kept - protected) % block == 0
         for a, b, of_head in zip(found, layer.kept_positions[0], of_layer[0], strict=True):
             differ = sorted(set(a.tolist()) ^ set(b.tolist()))
             same_entries += kept - len(differ) // 2
             # Where signals in bf16 choose otherwise, the scores are within noise of the last one that stays.
-            assert ((of_head[differ] - of_head[b.long()].min()).abs() < 0.1 * of_head.std()).all()
+            assert ((of_head[differ] - of_head[b[protected:].long()].min()).abs() < 0.1 * of_head.std()).all()
     assert same_entries >= 0.985 * 2 * sum(session.kept)
 
     rated = [torch.zeros(1, 2, CONTEXT).scatter_(2, of_layer.unsqueeze(0), 1.0) for of_layer in positions]
-    same = prefilled(model, Scores(rated), kept_fraction, block_size=block)
+    same = prefilled(model, Scores(rated), kept_fraction, **options)
     same.compact()
     whole = prefilled(model, Scores(rated), 1.0)
     whole.compact()

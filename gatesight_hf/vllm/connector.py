@@ -128,6 +128,7 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
         self._meta = StepMetadata()
         self._sessions = Sessions(most)
         self._parents: dict[str, _Parent] = {}
+        self._refused: set[str] = set()
         #: Per layer name, evicted entries of the rows that begin with a block, `[blocks]`, int64.
         self.evicted: dict[str, Tensor] = {}
         if role == KVConnectorRole.WORKER:
@@ -162,13 +163,13 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
         kind, session_id, _ = asked(request)
         if kind is None or kind == DROP:
-            self._make_room(request, 0)
+            self._make_room(request)
             return 0, False
         if kind == OPEN and (parent := self._parents.get(request.request_id)) is not None:
             if parent.seen:  # it was preempted
                 parent.seen = 0
                 self._meta.forgotten.append(request.request_id)
-            self._make_room(request, 0)
+            self._make_room(request)
             return 0, False
         session = self._sessions.use(session_id, request.request_id) if kind == ASK else None
         if session is None or request.num_tokens <= session.tokens:
@@ -176,25 +177,37 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
                 "GateSight: request %s cannot be served: %s", request.request_id, _why(kind, session_id, session)
             )
             # A load that fails is the one way in which a connector can refuse a request.
-            self._meta.failed.add(request.request_id)
+            self._refused.add(request.request_id)
             return 1, True
+        self._refused.discard(request.request_id)
         for i, manager in self._attention_managers():
             manager.inherit(request.request_id, session.attention[i])
-        self._make_room(request, session.tokens)
+        self._make_room(request)
         return session.tokens - num_computed_tokens, False
 
-    def _make_room(self, request: "Request", inherited: int) -> None:
-        new = request.num_tokens - inherited
-        self._sessions.make_room(sum(cdiv(new, manager.block_size) + 1 for manager in self._managers()))
+    def _make_room(self, request: "Request") -> None:
+        """Drop idle sessions until the prompt fits."""
+        needed = 0
+        for manager in self._managers():
+            is_child = isinstance(manager, GateSightAttentionManager) and manager.is_child(request.request_id)
+            if is_child:
+                needed += manager.get_num_blocks_to_allocate(request.request_id, request.num_tokens)
+            else:
+                needed += cdiv(request.num_tokens, manager.block_size)
+        self._sessions.make_room(needed)
 
     def has_pending_block_frees(self) -> bool:
         """Called where a running request finds no block: an idle session goes before anything is preempted."""
         return self._sessions.drop_idle()
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        if request.request_id in self._refused:
+            # Only now, when it has blocks for the load, may the load fail.
+            self._meta.failed.add(request.request_id)
+            return
         kind, session_id, _ = asked(request)
         session = self._sessions.get(session_id) if kind == ASK else None
-        if session is None or not num_external_tokens or request.request_id in self._meta.failed:
+        if session is None or not num_external_tokens:
             return
         for i, manager in enumerate(self._managers()):
             held = manager.req_to_blocks[request.request_id]
@@ -227,6 +240,7 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._sessions.release(request.request_id)
+        self._refused.discard(request.request_id)
         parent = self._parents.get(request.request_id)
         if parent is not None:
             if parent.seen < parent.tokens or request.status == RequestStatus.FINISHED_ABORTED:

@@ -72,6 +72,9 @@ class GateSightAttentionManager(FullAttentionManager):
         """Say, before its blocks are allocated, that a request is a child."""
         self._inherited[request_id] = inherited
 
+    def is_child(self, request_id: str) -> bool:
+        return request_id in self._inherited
+
     def take_copies(self) -> list[tuple[int, int]]:
         copies, self._copies = self._copies, []
         return copies
