@@ -216,8 +216,11 @@ def compare(
     case = Case.of(model, scorer, ids, chunk, kept_fraction)
     operations = case.operations()
     found = library_contests(case, operations, repeats)
-    kernels = _kernels() if model.device.type == "cuda" else None
-    return found if kernels is None else found + kernel_contests(case, operations, kernels, repeats)
+    if model.device.type != "cuda":
+        return found
+    import gatesight_kernels
+
+    return found + kernel_contests(case, operations, gatesight_kernels, repeats)
 
 
 def library_contests(case: Case, operations: Operations, repeats: int) -> list[Contest]:
@@ -293,12 +296,3 @@ def _by_score(scores: Tensor, slots: Tensor) -> Tensor:
     ascend."""
     found = scores.gather(1, slots).sort(dim=-1, descending=True).values
     return found.masked_fill((slots.diff(dim=-1) <= 0).any(), torch.nan).unsqueeze(-1)
-
-
-def _kernels() -> Any:
-    """The package of kernels, or None where it is not installed."""
-    try:
-        import gatesight_kernels
-    except ImportError:
-        return None
-    return gatesight_kernels

@@ -2,9 +2,19 @@
 
 import torch
 from torch import Tensor
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+from .support import UnsupportedVLLMError
 
 #: Instruction sets of vLLM's CPU attention whose page layout is known: keys `[D, block]`, values `[block, D]` per head.
 KNOWN_LAYOUTS = ("vec", "vec16")
+
+
+def check_layout(cache: Tensor) -> None:
+    """Raise UnsupportedVLLMError unless this processor's page layout is one that `Pages` reads."""
+    instructions = _get_attn_isa(cache.dtype, cache.shape[2], cache.shape[3] // 2)
+    if instructions not in KNOWN_LAYOUTS:
+        raise UnsupportedVLLMError(f"GateSight has not been run with pages of vLLM's {instructions!r} CPU attention.")
 
 
 class Pages:

@@ -46,9 +46,6 @@ class Sessions:
         self._stale: list[tuple[int, int]] = []
         self.pool: BlockPool | None = None
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     def get(self, session_id: str) -> Session | None:
         return self._held.get(session_id)
 

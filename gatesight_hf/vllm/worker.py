@@ -16,7 +16,7 @@ from ..estimator import Estimator
 from ..hybrid import HybridSpec
 from ..scoring import Prefill
 from .paged import GateSightAttentionSpec
-from .pages import Pages
+from .pages import Pages, check_layout
 from .recording import Recorder
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class CompactingWorker:
     def register(self, caches: dict[str, Tensor]) -> None:
         self._caches = caches
         for name in self._layers.values():
+            check_layout(caches[name])
             self._evicted[name] = torch.zeros(len(caches[name]), dtype=torch.int64)
 
     def bind(self, runner: Any) -> None:
