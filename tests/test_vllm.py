@@ -136,7 +136,7 @@ def test_what_stays_and_what_is_answered_are_those_of_transformers(
 
     monkeypatch.setattr(Pages, "compact", compact)
     session = engine.open(CONTEXT_IDS, kept_fraction=kept_fraction, protected_prefix=protected)
-    block = scheduler(engine).connector._block_size[max(scheduler(engine).connector._layers)]
+    block = scheduler(engine).connector._block_size
     options = {"block_size": block, "protected_prefix": protected}
     own = prefilled(model, estimator, kept_fraction, **options)
     means = own.report().gate_means[0]

@@ -1,12 +1,11 @@
 """The KV connector that carries sessions: opened by a parent request, asked by children, dropped by id.
 
-A request says what it is in `kv_transfer_params`. `{"gatesight": "open", "session": ID}`, options of the compaction
-besides: a parent, whose prompt is the context, and which generates one token that is thrown away.
-`{"gatesight": "ask", "session": ID}`: a child, whose prompt is context and question.
-`{"gatesight": "drop", "session": ID}`: the end of a session.
+`messages` says what a request may ask for.
 """
 
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -15,7 +14,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.logger import init_logger
@@ -24,9 +22,9 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.request import RequestStatus
 
-from ..compaction import CompactionOptions
-from ..estimator import Estimator
 from ..hybrid import HybridSpec
+from .messages import ASK, DROP, OPEN, REPORT, Asked, Compaction, OpenOptions, Outcome, Outcomes, StepMetadata, digest
+from .metrics import SessionPromMetrics, SessionStats
 from .paged import GateSightAttentionManager, GateSightAttentionSpec, Inherited
 from .sessions import Session, Sessions
 from .support import check_engine
@@ -43,64 +41,19 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-OPEN, ASK, DROP = "open", "ask", "drop"
-#: Options of a parent's compaction that a request may set.
-OPTIONS = ("kept_fraction", "protected_prefix", "allocation", "gate_exponent")
-#: Where neither the engine nor a request says another.
-KEPT_FRACTION = 0.1
-
-
-@dataclass(frozen=True)
-class Compaction:
-    """A parent whose prefill ends in this step: its blocks in each attention group, and how much is to stay."""
-
-    request_id: str
-    session_id: str
-    tokens: int
-    blocks: dict[int, list[int]]
-    options: dict[str, Any]
-
-
-@dataclass
-class StepMetadata(KVConnectorMetadata):
-    """From the scheduler to the worker, for one step.
-
-    Attributes:
-        scheduled: Tokens of each request in the step.
-        parents: Requests whose tokens are recorded.
-        forgotten: Requests that are parents no more, or begin again.
-        compactions: Of parents whose prefill ends.
-        copies: Group, source and target block.
-        evicted: Group, first block, and how many entries per head are gone from the row that begins with it.
-        failed: Requests that cannot be served.
-    """
-
-    scheduled: dict[str, int] = field(default_factory=dict)
-    parents: list[str] = field(default_factory=list)
-    forgotten: list[str] = field(default_factory=list)
-    compactions: list[Compaction] = field(default_factory=list)
-    copies: list[tuple[int, int, int]] = field(default_factory=list)
-    evicted: list[tuple[int, int, int]] = field(default_factory=list)
-    failed: set[str] = field(default_factory=set)
-
-
-@dataclass
-class Compacted(KVConnectorWorkerMetadata):
-    """From the worker to the scheduler: of each parent that was compacted, entries kept per head by group."""
-
-    kept: dict[str, dict[int, int]]
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "Compacted":
-        raise NotImplementedError("One worker only: other parallel modes are refused at the start.")
+#: Idle sessions beyond that are dropped.
+MAX_SESSIONS = 64
+#: Sessions of which it is remembered why their last request failed.
+REFUSALS = 256
 
 
 @dataclass
 class _Parent:
     """A request that opens a session, until it is compacted."""
 
+    session: Session
     session_id: str
-    tokens: int
-    options: dict[str, Any]
+    options: OpenOptions
     seen: int = 0
     blocks: list[list[KVCacheBlock]] | None = None
 
@@ -114,8 +67,11 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         check_engine(vllm_config)
         given = dict(self._kv_transfer_config.kv_connector_extra_config)
-        estimator, most = given.pop("estimator"), given.pop("max_sessions", 64)
-        self._options = {"kept_fraction": KEPT_FRACTION, **checked_options(given)}
+        estimators: dict[str, Path] = {name: Path(folder) for name, folder in given.pop("estimators").items()}
+        self._estimators = list(estimators)
+        self._sessions = Sessions(given.pop("max_sessions", MAX_SESSIONS))
+        self._options = OpenOptions(scorer=self._estimators[0]).updated(given)
+        self._options.check_scorer(self._estimators)
         self._spec = HybridSpec.from_config(vllm_config.model_config.hf_text_config)
         groups = kv_cache_config.kv_cache_groups
         #: Layer of each attention group.
@@ -124,17 +80,20 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
             for i, group in enumerate(groups)
             if isinstance(group.kv_cache_spec, GateSightAttentionSpec)
         }
-        self._block_size = {i: groups[i].kv_cache_spec.block_size for i in self._layers}
+        self._block_size = min(groups[i].kv_cache_spec.block_size for i in self._layers)
+        #: Bytes of a block in each group.
+        self._block_bytes = [group.kv_cache_spec.page_size_bytes * len(group.layer_names) for group in groups]
         self._meta = StepMetadata()
-        self._sessions = Sessions(most)
         self._parents: dict[str, _Parent] = {}
         self._refused: set[str] = set()
+        #: By session, why its last request could not be served, until it is asked for.
+        self._refusals: OrderedDict[str, str] = OrderedDict()
+        #: By request that drops a session, whether there was one.
+        self._dropped: dict[str, bool] = {}
         #: Per layer name, evicted entries of the rows that begin with a block, `[blocks]`, int64.
         self.evicted: dict[str, Tensor] = {}
         if role == KVConnectorRole.WORKER:
-            self._worker = CompactingWorker(
-                self._spec, Estimator.from_pretrained(estimator), self._layers, self.evicted
-            )
+            self._worker = CompactingWorker(self._spec, estimators, self._layers, self.evicted)
 
     # -- scheduler -----------------------------------------------------------------------------------------------------
 
@@ -149,41 +108,74 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
         return [(i, m) for i, m in enumerate(self._managers()) if isinstance(m, GateSightAttentionManager)]
 
     def on_new_request(self, request: "Request") -> None:
-        kind, session_id, options = asked(request)
-        if kind == OPEN and request.max_tokens == 1:
-            try:
-                options = checked_options({**self._options, **options})
-            except ValueError as error:
-                logger.error("GateSight: request %s: %s", request.request_id, error)
-                return
-            self._parents[request.request_id] = _Parent(session_id, request.num_prompt_tokens, options)
-        elif kind == DROP:
-            self._sessions.drop(session_id)
+        asked = Asked.by(request)
+        if asked.kind == OPEN:
+            self._open(request, asked)
+        elif asked.kind == DROP:
+            self._dropped[request.request_id] = self._sessions.drop(asked.session_id)
+
+    def _open(self, request: "Request", asked: Asked) -> None:
+        try:
+            if request.max_tokens != 1 or request.prompt_token_ids is None or not asked.session_id:
+                raise ValueError("a request that opens a session has an id for it, token ids or text, and max_tokens=1")
+            options = self._options.updated(asked.options)
+            options.check_scorer(self._estimators)
+        except (ValueError, TypeError) as error:
+            self._note(asked.session_id, str(error))
+            return
+        session = Session(request.num_prompt_tokens, digest(request.prompt_token_ids))
+        self._parents[request.request_id] = _Parent(session, asked.session_id, options)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
-        kind, session_id, _ = asked(request)
-        if kind is None or kind == DROP:
+        asked, request_id = Asked.by(request), request.request_id
+        if asked.kind in (None, REPORT, DROP):
             self._make_room(request)
             return 0, False
-        if kind == OPEN and (parent := self._parents.get(request.request_id)) is not None:
+        if asked.kind == OPEN and (parent := self._parents.get(request_id)) is not None:
             if parent.seen:  # it was preempted
                 parent.seen = 0
-                self._meta.forgotten.append(request.request_id)
+                self._meta.forgotten.append(request_id)
             self._make_room(request)
             return 0, False
-        session = self._sessions.use(session_id, request.request_id) if kind == ASK else None
-        if session is None or request.num_tokens <= session.tokens:
-            logger.error(
-                "GateSight: request %s cannot be served: %s", request.request_id, _why(kind, session_id, session)
-            )
+        session = self._child_of(request, asked)
+        if session is None:
             # A load that fails is the one way in which a connector can refuse a request.
-            self._refused.add(request.request_id)
+            self._refused.add(request_id)
             return 1, True
-        self._refused.discard(request.request_id)
+        self._refused.discard(request_id)
         for i, manager in self._attention_managers():
-            manager.inherit(request.request_id, session.attention[i])
+            manager.inherit(request_id, session.attention[i])
         self._make_room(request)
         return session.tokens - num_computed_tokens, False
+
+    def _child_of(self, request: "Request", asked: Asked) -> Session | None:
+        """The session that a request is a child of from now on; None, with the reason noted, if it cannot be."""
+        if asked.kind == OPEN:
+            return None  # noted when it came
+        if asked.kind != ASK:
+            self._note(asked.session_id, f"there is no kind of request {asked.kind!r}")
+            return None
+        session = self._sessions.find(asked.session_id, request.request_id)
+        ids = request.prompt_token_ids
+        if session is None:
+            self._note(asked.session_id, "there is no such session: never opened, dropped, or it made room for others")
+            return None
+        if ids is None or len(ids) <= session.tokens or digest(ids[: session.tokens]) != session.digest:
+            self._note(
+                asked.session_id,
+                f"the prompt of a child is the session's context, the same {session.tokens} tokens, and a question",
+            )
+            return None
+        self._sessions.use(session, asked.session_id, request.request_id)
+        return session
+
+    def _note(self, session_id: str, why: str) -> None:
+        logger.error("GateSight: session %r: %s", session_id, why)
+        self._refusals[session_id] = why
+        self._refusals.move_to_end(session_id)
+        while len(self._refusals) > REFUSALS:
+            self._refusals.popitem(last=False)
+        self._sessions.stats.add(refusals=1)
 
     def _make_room(self, request: "Request") -> None:
         """Drop idle sessions until the prompt fits."""
@@ -205,10 +197,11 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
             # Only now, when it has blocks for the load, may the load fail.
             self._meta.failed.add(request.request_id)
             return
-        kind, session_id, _ = asked(request)
-        session = self._sessions.get(session_id) if kind == ASK else None
+        asked = Asked.by(request)
+        session = self._sessions.find(asked.session_id, request.request_id) if asked.kind == ASK else None
         if session is None or not num_external_tokens:
             return
+        self._sessions.stats.add(children=1)
         for i, manager in enumerate(self._managers()):
             held = manager.req_to_blocks[request.request_id]
             if isinstance(manager, MambaManager):
@@ -225,15 +218,15 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
         meta.scheduled = dict(scheduler_output.num_scheduled_tokens)
         for request_id, tokens in meta.scheduled.items():
             parent = self._parents.get(request_id)
-            if parent is None or parent.seen >= parent.tokens:
+            if parent is None or parent.seen >= parent.session.tokens:
                 continue
             meta.parents.append(request_id)
             parent.seen += tokens
-            if parent.seen == parent.tokens:
+            if parent.seen == parent.session.tokens:
                 managers = self._attention_managers()
                 blocks = {i: [b.block_id for b in manager.req_to_blocks[request_id]] for i, manager in managers}
-                options = {**parent.options, "block_size": min(self._block_size.values())}
-                meta.compactions.append(Compaction(request_id, parent.session_id, parent.tokens, blocks, options))
+                compaction = Compaction(request_id, parent.seen, blocks, self._block_size, parent.options)
+                meta.compactions.append(compaction)
         return meta
 
     def request_finished_all_groups(
@@ -241,9 +234,10 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         self._sessions.release(request.request_id)
         self._refused.discard(request.request_id)
+        dropped = self._dropped.pop(request.request_id, None)
         parent = self._parents.get(request.request_id)
         if parent is not None:
-            if parent.seen < parent.tokens or request.status == RequestStatus.FINISHED_ABORTED:
+            if parent.seen < parent.session.tokens or request.status == RequestStatus.FINISHED_ABORTED:
                 del self._parents[request.request_id]
                 self._meta.forgotten.append(request.request_id)
                 self._meta.evicted += [(i, block_ids[i][0], 0) for i in self._layers if block_ids[i]]
@@ -252,26 +246,89 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
                 parent.blocks = [list(manager.req_to_blocks[request.request_id]) for manager in self._managers()]
                 for blocks in parent.blocks:
                     self._kv_cache_manager.block_pool.touch(blocks)
-        return False, None
+        asked = Asked.by(request)
+        if asked.kind == REPORT:
+            return False, self._report(asked.session_id)
+        return False, None if dropped is None else {"dropped": dropped}
+
+    def _report(self, session_id: str) -> dict[str, Any]:
+        session = self._sessions.get(session_id)
+        refusal = self._refusals.pop(session_id, None)
+        return {"report": None if session is None else session.report, "refusal": refusal}
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        compacted = connector_output.kv_connector_worker_meta
-        if not isinstance(compacted, Compacted):
+        outcomes = connector_output.kv_connector_worker_meta
+        if not isinstance(outcomes, Outcomes):
             return
-        pool = self._kv_cache_manager.block_pool
-        for request_id, kept in compacted.kept.items():
+        for request_id, outcome in outcomes.of.items():
             parent = self._parents.pop(request_id, None)
             if parent is None or parent.blocks is None:
                 continue  # aborted in this very step; its first blocks are told to be nobody's by the manager
-            session = Session(parent.tokens, {}, {})
-            for i, (manager, blocks) in enumerate(zip(self._managers(), parent.blocks, strict=True)):
-                stay = cdiv(kept[i], manager.block_size) if i in kept else 1
-                if i in kept:
-                    session.attention[i] = Inherited(blocks[:stay], kept[i], parent.tokens - kept[i])
-                else:
-                    session.states[i] = blocks[0]
-                pool.free_blocks(reversed(blocks[stay:]))
-            self._sessions.add(parent.session_id, session)
+            if outcome.error is not None:
+                for blocks in parent.blocks:
+                    self._kv_cache_manager.block_pool.free_blocks(reversed(blocks))
+                self._sessions.drop(parent.session_id)
+                self._sessions.stats.add(failed_compactions=1)
+                self._note(parent.session_id, outcome.error)
+            else:
+                self._keep(parent, parent.blocks, outcome)
+
+    def _keep(self, parent: _Parent, held: list[list[KVCacheBlock]], outcome: Outcome) -> None:
+        """Make the session of a compacted parent, and give back the blocks that it does not need."""
+        session = parent.session
+        for i, (manager, blocks) in enumerate(zip(self._managers(), held, strict=True)):
+            if i in outcome.kept:
+                stay = cdiv(outcome.kept[i], manager.block_size)
+                session.attention[i] = Inherited(blocks[:stay], outcome.kept[i], session.tokens - outcome.kept[i])
+            else:
+                stay = 1
+                session.states[i] = blocks[0]
+            self._kv_cache_manager.block_pool.free_blocks(reversed(blocks[stay:]))
+        size = self._block_bytes
+        before = sum(len(blocks) for blocks in held)
+        kv_before = sum(len(held[i]) * size[i] for i in self._layers)
+        kv = sum(len(inherited.blocks) * size[i] for i, inherited in session.attention.items())
+        session.report = {
+            "tokens": session.tokens,
+            "kept": outcome.kept_per_layer,
+            "achieved_fraction": outcome.achieved_fraction,
+            "gate_means": outcome.gate_means,
+            "blocks_before": before,
+            "blocks": len(session.blocks),
+            "kv_bytes_before": kv_before,
+            "kv_bytes": kv,
+            "gdn_bytes": sum(size[i] for i in session.states),
+            "seconds": outcome.seconds,
+        }
+        heads, kept = self._spec.num_key_value_heads, sum(outcome.kept_per_layer)
+        self._sessions.stats.add(
+            compactions=1,
+            entries_kept=heads * kept,
+            entries_evicted=heads * (session.tokens * len(outcome.kept) - kept),
+            blocks_kept=len(session.blocks),
+            blocks_freed=before - len(session.blocks),
+            bytes_freed=kv_before - kv,
+            **{f"{name}_seconds": seconds for name, seconds in outcome.seconds.items()},
+        )
+        self._sessions.add(parent.session_id, session)
+
+    def get_kv_connector_stats(self) -> SessionStats | None:
+        """Called on both halves; the scheduler's one counts."""
+        if self.role != KVConnectorRole.SCHEDULER or self._sessions.stats.is_empty():
+            return None
+        stats, self._sessions.stats = self._sessions.stats, SessionStats()
+        stats.add(sessions=len(self._sessions), session_blocks=self._sessions.blocks)
+        return stats
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> SessionStats:
+        return SessionStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: "VllmConfig", metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> SessionPromMetrics:
+        return SessionPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # -- worker --------------------------------------------------------------------------------------------------------
 
@@ -294,9 +351,9 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         self._worker.end(self._step())
 
-    def build_connector_worker_meta(self) -> Compacted | None:
-        kept = self._worker.take_kept()
-        return Compacted(kept) if kept else None
+    def build_connector_worker_meta(self) -> Outcomes | None:
+        outcomes = self._worker.take_outcomes()
+        return Outcomes(outcomes) if outcomes else None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         # Failed, and over: otherwise the request's blocks would wait for the end of a transfer.
@@ -313,40 +370,3 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
         meta = self._get_connector_metadata()
         assert isinstance(meta, StepMetadata)
         return meta
-
-    def report(self, session_id: str) -> dict[str, Any]:
-        """Of the compaction that made a session."""
-        return self._worker.reports[session_id]
-
-
-def asked(request: "Request") -> tuple[str | None, str, dict[str, Any]]:
-    """Kind of a request, its session, and options; `(None, "", {})` for ordinary ones."""
-    params = request.kv_transfer_params or {}
-    kind = params.get("gatesight")
-    if kind is None:
-        return None, "", {}
-    return kind, str(params.get("session", "")), {name: params[name] for name in OPTIONS if name in params}
-
-
-def checked_options(given: dict[str, Any]) -> dict[str, Any]:
-    """The options of a compaction that are given.
-
-    Raises:
-        ValueError: Unknown ones, values out of range, or heads that would keep different numbers.
-    """
-    if unknown := sorted(set(given) - set(OPTIONS)):
-        raise ValueError(f"GateSight has no options {unknown}; there are {', '.join(OPTIONS)}.")
-    CompactionOptions(**{"kept_fraction": KEPT_FRACTION, **given})
-    if given.get("allocation") == "global":
-        raise ValueError(
-            "allocation='global' keeps different numbers in the heads of a layer, which share a block table."
-        )
-    return given
-
-
-def _why(kind: str, session_id: str, session: Session | None) -> str:
-    if kind == OPEN:
-        return "a request that opens a session generates one token, max_tokens=1, and has valid options"
-    if session is None:
-        return f"there is no session {session_id!r}: it was never opened, was dropped, or made room for others"
-    return f"the prompt of a child is the {session.tokens} tokens of the context and a question"

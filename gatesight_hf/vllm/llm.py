@@ -1,7 +1,7 @@
 """Offline API: a vLLM engine in which documents are opened once and asked any number of times."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,11 @@ from vllm import LLM, RequestOutput, SamplingParams
 from vllm.config import KVTransferConfig
 
 from . import register
-from .connector import ASK, DROP, KEPT_FRACTION, OPEN, OPTIONS, GateSightConnector, checked_options
+from .connector import MAX_SESSIONS, GateSightConnector
+from .messages import ASK, DROP, GATESIGHT, NO_PROMPT, OPEN, REPORT, OpenOptions
 from .worker import GateSightWorker
+
+Sampling = SamplingParams | Sequence[SamplingParams] | None
 
 
 @dataclass(frozen=True)
@@ -21,17 +24,27 @@ class SessionReport:
     Attributes:
         session_id: For `ask` and `drop`.
         token_ids: Of the context.
+        tokens: Their number.
         kept: Entries per KV head that stay, by attention layer.
         achieved_fraction: Share of the evictable entries that stays.
         gate_means: By attention layer, the mean output gate.
-        seconds: Of scoring and compaction.
+        blocks_before, blocks: Held after the prefill, and since; those of GDN states included.
+        kv_bytes_before, kv_bytes, gdn_bytes: Of these blocks, those of attention layers and of GDN states.
+        seconds: Of the engine's steps with its prefill (`prefill`), of scoring (`score`), and of budget, selection and
+            moving entries (`compact`).
     """
 
     session_id: str
     token_ids: tuple[int, ...]
+    tokens: int
     kept: list[int]
     achieved_fraction: float
     gate_means: list[float]
+    blocks_before: int
+    blocks: int
+    kv_bytes_before: int
+    kv_bytes: int
+    gdn_bytes: int
     seconds: dict[str, float]
 
 
@@ -40,29 +53,28 @@ class GateSightLLM:
 
     Args:
         model: Of `vllm.LLM`.
-        estimator: Folder of an estimator for it.
-        kept_fraction, protected_prefix, allocation, gate_exponent: As in `GateSightCache`; layers are rounded up to
-            whole blocks.
+        estimator: Folder of an estimator for it; or folders by name, of which the first one is used unless `scorer`
+            names another.
         max_sessions: Idle sessions beyond that are dropped, the least recently used one first; so are idle ones where
             blocks run out.
-        options: Of `vllm.LLM`.
+        options: Those of `OpenOptions`, such as `kept_fraction`; the others are `vllm.LLM`'s.
 
     Raises:
         UnsupportedVLLMError: A version or mode of vLLM that has not been run.
         EstimatorMismatchError: The estimator is for another layout.
+        ValueError: Options out of range.
     """
 
     def __init__(
         self,
         model: str | Path,
-        estimator: str | Path,
+        estimator: str | Path | Mapping[str, str | Path],
         *,
-        max_sessions: int = 64,
-        kept_fraction: float = KEPT_FRACTION,
+        max_sessions: int = MAX_SESSIONS,
         **options: Any,
     ) -> None:
-        ours = {name: options.pop(name) for name in OPTIONS if name in options}
-        config = engine_options(estimator, max_sessions=max_sessions, kept_fraction=kept_fraction, **ours)
+        ours = {name: options.pop(name) for name in vars(OpenOptions()) if name in options}
+        config = engine_options(estimator, max_sessions=max_sessions, **ours)
         register()
         self.llm = LLM(model=str(model), **config, **options)
         self._ids = itertools.count()
@@ -73,62 +85,87 @@ class GateSightLLM:
         Args:
             context: Text, or token ids.
             session_id: A session of that id is replaced.
-            options: Of this compaction, in place of the engine's.
+            options: Those of `OpenOptions`, in place of the engine's.
 
         Raises:
+            ValueError: Options out of range.
             RuntimeError: The engine could not serve it, for example because no block is free.
         """
         session_id = f"session-{next(self._ids)}" if session_id is None else session_id
         ids = self._ids_of(context)
-        params = {"gatesight": OPEN, "session": session_id, **checked_options(options)}
-        self._generate([ids], SamplingParams(max_tokens=1, temperature=0), params)
-        (report,) = self.llm.collective_rpc("gatesight_report", args=(session_id,))
-        return SessionReport(session_id, tuple(ids), **{name: report[name] for name in _REPORTED})
+        given = OpenOptions().updated(options)
+        parameters = {name: getattr(given, name) for name in options}
+        self._run([ids], SamplingParams(max_tokens=1, temperature=0), OPEN, session_id, parameters)
+        report = self._about(session_id, REPORT)["report"]
+        if report is None:
+            raise RuntimeError(f"GateSight: session {session_id!r} made room for others at once: there is no room.")
+        return SessionReport(session_id, tuple(ids), **report)
 
     def ask(
-        self, session: SessionReport, questions: Sequence[str | Sequence[int]], sampling: SamplingParams | None = None
+        self, session: SessionReport, questions: Sequence[str | Sequence[int]], sampling: Sampling = None
     ) -> list[RequestOutput]:
         """Answer questions, each from a child of its own, batched.
+
+        Args:
+            session: As `open` returned it.
+            questions: Text, or token ids.
+            sampling: For all questions, or one for each.
 
         Raises:
             RuntimeError: The session is gone.
         """
         prompts = [[*session.token_ids, *self._ids_of(question)] for question in questions]
-        return self._generate(prompts, sampling, {"gatesight": ASK, "session": session.session_id})
+        return self._run(prompts, sampling, ASK, session.session_id)
 
-    def drop(self, session: SessionReport) -> None:
-        """End a session: its blocks go back to the pool."""
-        # Two tokens: vLLM 0.32 fails on prompts of one on some CPUs.
-        self._generate([[0, 0]], SamplingParams(max_tokens=1), {"gatesight": DROP, "session": session.session_id})
+    def drop(self, session: SessionReport) -> bool:
+        """End a session: its blocks go back to the pool. False if it was gone already."""
+        return bool(self._about(session.session_id, DROP)["dropped"])
+
+    def _about(self, session_id: str, kind: str) -> dict[str, Any]:
+        (output,) = self._run([NO_PROMPT], SamplingParams(max_tokens=1), kind, session_id)
+        assert output.kv_transfer_params is not None
+        return output.kv_transfer_params
 
     def _ids_of(self, text: str | Sequence[int]) -> list[int]:
         return list(self.llm.get_tokenizer()(text).input_ids) if isinstance(text, str) else list(text)
 
-    def _generate(
-        self, prompts: list[list[int]], sampling: SamplingParams | None, params: dict[str, Any]
+    def _run(
+        self,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        kind: str,
+        session_id: str,
+        options: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        sampling = SamplingParams() if sampling is None else sampling.clone()
-        sampling.extra_args = {**(sampling.extra_args or {}), "kv_transfer_params": params}
-        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
-        failed = [output for output in outputs if output.outputs[0].finish_reason == "error"]
-        if failed:
-            raise RuntimeError(
-                f"GateSight: session {params['session']!r} could not be served ({params['gatesight']}); it may have "
-                "been dropped, or have made room for others. The engine's log says why."
-            )
+        parameters = {"gatesight": kind, "session": session_id, **(options or {})}
+        given = [sampling] * len(prompts) if sampling is None or isinstance(sampling, SamplingParams) else sampling
+        tagged = []
+        for one in given:
+            clone = SamplingParams() if one is None else one.clone()
+            clone.extra_args = {**(clone.extra_args or {}), "kv_transfer_params": parameters}
+            tagged.append(clone)
+        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], tagged, use_tqdm=False)
+        if any(output.outputs[0].finish_reason == "error" for output in outputs):
+            why = self._about(session_id, REPORT)["refusal"] or "the engine's log may say why"
+            raise RuntimeError(f"GateSight: session {session_id!r} could not be served ({kind}): {why}.")
         return outputs
 
 
-_REPORTED = ("kept", "achieved_fraction", "gate_means", "seconds")
-
-
-def engine_options(estimator: str | Path, **config: Any) -> dict[str, Any]:
-    """Options of `vllm.LLM` and of its server that GateSight needs; `config` as in `GateSightLLM`.
+def engine_options(estimator: str | Path | Mapping[str, str | Path], **config: Any) -> dict[str, Any]:
+    """Options of `vllm.LLM` and of its server that GateSight needs; arguments as of `GateSightLLM`.
 
     Raises:
         ValueError: Unknown options, or values out of range.
     """
-    checked_options({name: value for name, value in config.items() if name != "max_sessions"})
+    named = estimator if isinstance(estimator, Mapping) else {GATESIGHT: estimator}
+    estimators = {name: str(folder) for name, folder in named.items()}
+    if not estimators:
+        raise ValueError("An engine needs an estimator: give its folder.")
+    most = config.pop("max_sessions", MAX_SESSIONS)
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        raise ValueError(f"max_sessions is a whole number >= 1, got {most!r}.")
+    options = OpenOptions(scorer=next(iter(estimators))).updated(config)
+    options.check_scorer(list(estimators))
     return {
         "worker_cls": f"{GateSightWorker.__module__}.{GateSightWorker.__name__}",
         "enable_prefix_caching": False,
@@ -138,6 +175,6 @@ def engine_options(estimator: str | Path, **config: Any) -> dict[str, Any]:
             kv_connector=GateSightConnector.__name__,
             kv_connector_module_path=GateSightConnector.__module__,
             kv_role="kv_both",
-            kv_connector_extra_config={"estimator": str(estimator), **config},
+            kv_connector_extra_config={"estimators": estimators, "max_sessions": most, **config},
         ),
     }

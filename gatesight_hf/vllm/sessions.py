@@ -2,10 +2,12 @@
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
+from .metrics import SessionStats
 from .paged import Inherited
 
 
@@ -15,14 +17,18 @@ class Session:
 
     Attributes:
         tokens: Of the context: where children begin.
+        digest: Of the context's ids.
         attention: Per KV-cache group of an attention layer.
         states: Per group of GDN layers, the block with their states after the context.
+        report: Of the compaction, for whoever asks.
         users: Requests that are its children now, waiting ones included.
     """
 
     tokens: int
-    attention: dict[int, Inherited]
-    states: dict[int, KVCacheBlock]
+    digest: bytes
+    attention: dict[int, Inherited] = field(default_factory=dict)
+    states: dict[int, KVCacheBlock] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
     users: set[str] = field(default_factory=set)
 
     @property
@@ -45,6 +51,15 @@ class Sessions:
         self._leaving: list[Session] = []
         self._stale: list[tuple[int, int]] = []
         self.pool: BlockPool | None = None
+        self.stats = SessionStats()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def blocks(self) -> int:
+        """Held by all, those that wait for their last child included."""
+        return sum(len(session.blocks) for session in (*self._held.values(), *self._leaving))
 
     def get(self, session_id: str) -> Session | None:
         return self._held.get(session_id)
@@ -56,13 +71,16 @@ class Sessions:
         while len(self._held) > self._most and self.drop_idle():
             pass
 
-    def use(self, session_id: str, request_id: str) -> Session | None:
-        """The session, which stays at least until `release`; None if there is no such one."""
-        session = self._held.get(session_id)
-        if session is not None:
-            session.users.add(request_id)
+    def find(self, session_id: str, request_id: str) -> Session | None:
+        """The one that the request uses, even if it was dropped since; or else the one of that id, if there is one."""
+        of_request = (s for s in (*self._held.values(), *self._leaving) if request_id in s.users)
+        return next(of_request, self._held.get(session_id))
+
+    def use(self, session: Session, session_id: str, request_id: str) -> None:
+        """Hold a session until `release`."""
+        session.users.add(request_id)
+        if self._held.get(session_id) is session:
             self._held.move_to_end(session_id)
-        return session
 
     def release(self, request_id: str) -> None:
         """A request ended."""
@@ -78,6 +96,7 @@ class Sessions:
         session = self._held.pop(session_id, None)
         if session is None:
             return False
+        self.stats.add(sessions_dropped=1)
         if session.users:
             self._leaving.append(session)
         else:
@@ -93,7 +112,7 @@ class Sessions:
         """Drop idle sessions until so many blocks are free, or none is left."""
         assert self.pool is not None
         while self.pool.get_num_free_blocks() < blocks and self.drop_idle():
-            pass
+            self.stats.add(sessions_dropped=-1, sessions_made_room=1)
 
     def take_stale(self) -> list[tuple[int, int]]:
         """Group and id of the first blocks of sessions that ended since the last call."""
@@ -102,5 +121,5 @@ class Sessions:
 
     def _give_back(self, session: Session) -> None:
         assert self.pool is not None
-        self._stale += [(i, inherited.blocks[0].block_id) for i, inherited in session.attention.items()]
+        self._stale += [(i, held.blocks[0].block_id) for i, held in session.attention.items() if held.blocks]
         self.pool.free_blocks(reversed(session.blocks))

@@ -1,29 +1,29 @@
 """The worker's half: parents' signals gathered over steps, scored, and their entries compacted in the pages."""
 
 import time
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from ..compaction import CompactionOptions, plan_compaction
+from ..compaction import plan_compaction
 from ..estimator import Estimator
 from ..hybrid import HybridSpec
-from ..scoring import Prefill
+from ..scoring import Prefill, Scorer, Scores, checked_scores
+from .messages import METHODS, Compaction, Outcome, StepMetadata
 from .paged import GateSightAttentionSpec
 from .pages import Pages, check_layout
-from .recording import Recorder
+from .recording import Recorded, Recorder
 
-if TYPE_CHECKING:
-    from .connector import Compaction, StepMetadata
-
-#: Of the last sessions that were opened; whoever opens one asks at once.
-REPORTS = 256
+logger = init_logger(__name__)
 
 
 class GateSightWorker(CPUWorker):
@@ -41,37 +41,38 @@ class GateSightWorker(CPUWorker):
         connector: Any = get_kv_transfer_group()
         connector.bind_runner(self.model_runner)
 
-    def gatesight_report(self, session_id: str) -> dict[str, Any]:
-        """For `collective_rpc`: the compaction that made a session."""
-        connector: Any = get_kv_transfer_group()
-        return connector.report(session_id)
-
 
 class CompactingWorker:
     """See the module.
 
     Args:
         spec: Layout of the model.
-        estimator: Rates entries.
+        estimators: Folders of estimators, by name.
         layers: Layer name of each attention group.
         evicted: Filled here, read by the metadata builder: per layer name, evicted entries of the rows that begin with
             a block, `[blocks]`, int64.
+
+    Raises:
+        EstimatorMismatchError: An estimator is for another layout.
     """
 
     def __init__(
-        self, spec: HybridSpec, estimator: Estimator, layers: dict[int, str], evicted: dict[str, Tensor]
+        self, spec: HybridSpec, estimators: Mapping[str, Path], layers: dict[int, str], evicted: dict[str, Tensor]
     ) -> None:
-        estimator.check(spec)
-        self._estimator = estimator
+        self._estimators = {name: Estimator.from_pretrained(folder) for name, folder in estimators.items()}
+        for estimator in self._estimators.values():
+            estimator.check(spec)
         self._spec = spec
         self._layers = layers
         #: KV-cache group of each attention ordinal.
         self._groups = sorted(layers, key=lambda group: extract_layer_index(layers[group]))
         self._evicted = evicted
         self._caches: dict[str, Tensor] = {}
-        self._kept: dict[str, dict[int, int]] = {}
+        self._outcomes: dict[str, Outcome] = {}
+        #: Of the steps with each parent so far.
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._begun = 0.0
         self._recorder: Recorder | None = None
-        self.reports: dict[str, dict[str, Any]] = {}
 
     def register(self, caches: dict[str, Tensor]) -> None:
         self._caches = caches
@@ -83,13 +84,15 @@ class CompactingWorker:
         self._recorder = Recorder(self._spec, lambda: runner.input_batch.req_ids)
         self._recorder.attach(runner.get_model())
 
-    def begin(self, step: "StepMetadata") -> None:
+    def begin(self, step: StepMetadata) -> None:
         """Before the metadata of a step are built."""
+        self._begun = time.perf_counter()
         for group, block, evicted in step.evicted:
             self._evicted[self._layers[group]][block] = evicted
         assert self._recorder is not None
         for request_id in step.forgotten:
             self._recorder.of.pop(request_id, None)
+            self._seconds.pop(request_id, None)
         self._recorder.begin(step.parents, step.scheduled)
 
     def copy(self, layers: Iterable[str], source: int, target: int) -> None:
@@ -97,47 +100,74 @@ class CompactingWorker:
         for name in layers:
             self._caches[name][target].copy_(self._caches[name][source])
 
-    def end(self, step: "StepMetadata") -> None:
+    def end(self, step: StepMetadata) -> None:
         """After the forward of a step."""
         assert self._recorder is not None
         self._recorder.end()
+        passed = time.perf_counter() - self._begun
+        for request_id in step.parents:
+            self._seconds[request_id] += passed
         for compaction in step.compactions:
-            self._kept[compaction.request_id] = self._compact(compaction)
+            recorded, seconds = self._recorder.of.pop(compaction.request_id), self._seconds.pop(compaction.request_id)
+            try:
+                outcome = self._compact(compaction, recorded, seconds)
+            except Exception as error:
+                # One context fails, for example with scores that are not finite; the engine serves all others.
+                logger.exception("GateSight: request %s could not be compacted", compaction.request_id)
+                outcome = Outcome(error=f"its context could not be compacted: {error}")
+                for group, blocks in compaction.blocks.items():
+                    self._evicted[self._layers[group]][blocks[0]] = 0
+            self._outcomes[compaction.request_id] = outcome
 
-    def take_kept(self) -> dict[str, dict[int, int]]:
-        """Entries per head that stay, by group, of each parent compacted since the last call."""
-        kept, self._kept = self._kept, {}
-        return kept
+    def take_outcomes(self) -> dict[str, Outcome]:
+        """Of the parents whose prefill ended since the last call."""
+        outcomes, self._outcomes = self._outcomes, {}
+        return outcomes
 
-    def _compact(self, compaction: "Compaction") -> dict[int, int]:
-        assert self._recorder is not None
-        recorded, tokens = self._recorder.of.pop(compaction.request_id), compaction.tokens
+    def _compact(self, compaction: Compaction, recorded: Recorded, prefill_seconds: float) -> Outcome:
+        tokens, asked = compaction.tokens, compaction.options
         assert recorded.tokens == tokens, f"{recorded.tokens} of {tokens} tokens were recorded"
         begun = time.perf_counter()
-        heads = self._spec.num_key_value_heads
-        entries = [torch.empty(1, heads, tokens, 0) for _ in self._groups]  # only their shape is read
-        signals = [torch.cat(chunks).unsqueeze(0) for chunks in recorded.signals]
+        blocks = {group: torch.tensor(of_group) for group, of_group in compaction.blocks.items()}
         gates = [[total / tokens for total in recorded.gate_sums]]
-        prefill = Prefill(self._spec, [tokens], signals, entries, entries)
-        options = CompactionOptions(**compaction.options)
+        options = asked.compaction(compaction.block_size)
+        scorer: Scorer = Scores([])
+        prefill = self._prefill(recorded, blocks, with_entries=asked.scorer in METHODS and not asked.empty)
         with torch.no_grad():
-            plan = plan_compaction(prefill, self._estimator, gates, options, 0)
-        scored = time.perf_counter()
-        kept = {}
-        for group, layer in zip(self._groups, plan.layers, strict=True):
-            name, blocks = self._layers[group], compaction.blocks[group]
-            kept[group] = tokens
-            if layer.indices is not None:
-                Pages(self._caches[name]).compact(torch.tensor(blocks), layer.indices[0])
-                kept[group] = layer.indices.shape[2]
-            self._evicted[name][blocks[0]] = tokens - kept[group]
-        self.reports[compaction.session_id] = {
-            "tokens": tokens,
-            "kept": [kept[group] for group in self._groups],
-            "achieved_fraction": plan.achieved_fraction,
-            "gate_means": gates[0],
-            "seconds": {"score": scored - begun, "compact": time.perf_counter() - scored},
-        }
-        while len(self.reports) > REPORTS:
-            del self.reports[next(iter(self.reports))]
-        return kept
+            if options.kept_fraction < 1 and not asked.empty:
+                scorer = Scores(checked_scores(self._scorer(compaction), prefill))
+            scored = time.perf_counter()
+            plan = plan_compaction(prefill, scorer, gates, options, 0) if not asked.empty else None
+        kept = dict.fromkeys(self._groups, 0 if asked.empty else tokens)
+        if plan is not None:
+            for group, layer in zip(self._groups, plan.layers, strict=True):
+                if layer.indices is not None:
+                    Pages(self._caches[self._layers[group]]).compact(blocks[group], layer.indices[0])
+                    kept[group] = layer.indices.shape[2]
+                self._evicted[self._layers[group]][blocks[group][0]] = tokens - kept[group]
+        return Outcome(
+            kept,
+            [kept[group] for group in self._groups],
+            0.0 if plan is None else plan.achieved_fraction,
+            gates[0],
+            {"prefill": prefill_seconds, "score": scored - begun, "compact": time.perf_counter() - scored},
+        )
+
+    def _scorer(self, compaction: Compaction) -> Scorer:
+        options = compaction.options
+        if options.scorer in self._estimators:
+            return self._estimators[options.scorer]
+        scorer = METHODS[options.scorer](**options.scorer_options)
+        scorer.check(self._spec)
+        return scorer
+
+    def _prefill(self, recorded: Recorded, blocks: dict[int, Tensor], with_entries: bool) -> Prefill:
+        """What was recorded; entries are read out of the pages only for methods that look at them."""
+        signals = [torch.cat(chunks).unsqueeze(0) for chunks in recorded.signals]
+        tokens, heads = recorded.tokens, self._spec.num_key_value_heads
+        keys = values = [torch.empty(1, heads, tokens, 0) for _ in self._groups]
+        if with_entries:
+            slots = torch.arange(tokens).expand(heads, -1)
+            entries = [Pages(self._caches[self._layers[group]]).read(blocks[group], slots) for group in self._groups]
+            keys, values = ([pair[i].unsqueeze(0) for pair in entries] for i in range(2))
+        return Prefill(self._spec, [tokens], signals, keys, values)
