@@ -3,8 +3,12 @@
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .backends import Backend
 
 Verbs = "argparse._SubParsersAction[argparse.ArgumentParser]"
 FRACTIONS = "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2,0.1"
@@ -59,6 +63,14 @@ def add_evaluate(verbs: Verbs) -> None:  # type: ignore[valid-type]
     verb.add_argument("--chat-template", action="store_true", help="put contexts and questions into the chat template")
     verb.add_argument("--template-options", default="{}", help='JSON: {"enable_thinking": false}')
     verb.add_argument("--prefill-chunk-size", type=int, help="tokens per forward of a prefill")
+    verb.add_argument("--backend", choices=("transformers", "vllm"), default="transformers", help="what runs the model")
+    verb.add_argument("--dtype", help="of the model, such as bfloat16 (default: the checkpoint's; vLLM: see its option)")
+    verb.add_argument(
+        "--engine-options", default="{}", help='of vllm.LLM, JSON: {"max_model_len": 65536, "max_num_seqs": 8}'
+    )
+    verb.add_argument(
+        "--whole-blocks", action="store_true", help="vLLM: round layers up to whole blocks, as serving does"
+    )
     verb.add_argument("--rows", type=int, help="methods answered in one batch (default: reference model 16, else 1)")
     verb.add_argument("--threads", type=int, help="of torch on the CPU")
     verb.add_argument("--data", help="SCBench: Hub id or folder; RULER: official JSONL or a kvpress data set to read")
@@ -90,7 +102,6 @@ def _evaluate(args: argparse.Namespace) -> None:
     import torch
 
     from . import suites
-    from .backends import TransformersBackend
     from .methods import Method, cells_of
     from .prompting import Prompter
     from .run import evaluate
@@ -101,22 +112,57 @@ def _evaluate(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}.")
     if args.threads:
         torch.set_num_threads(args.threads)
-    for name in ("options", "template_options"):
+    for name in ("options", "template_options", "engine_options"):
         setattr(args, name, _json_object(name, getattr(args, name)))
     fractions = _fractions(args.kept)
     asked = None if args.method is None else [Method.parse(label) for label in args.method.split(",")]
-    model, tokenizer = _load(args.model)
-    is_reference = args.model == "reference"
-    scorers = _scorers(args, model, tokenizer)
-    cells = cells_of(asked or [Method.parse(label) for label in _runnable(scorers)], fractions)
-    rows = args.rows or (16 if is_reference else 1)
-    backend = TransformersBackend(model, tokenizer, scorers, args.model, args.prefill_chunk_size, rows)
+    backend, rows, options = _vllm_backend(args) if args.backend == "vllm" else _transformers_backend(args)
+    cells = cells_of(asked or [Method.parse(label) for label in rows()], fractions)
     backend.check(cells)
-    items, data = suites.load(args, tokenizer)
-    prompter = Prompter(tokenizer, args.chat_template, args.max_length, args.template_options)
-    folder = RunFolder(args.out, _manifest(args, data, backend.describe(), dict(scorers.options)))
+    items, data = suites.load(args, backend.tokenizer)
+    prompter = Prompter(backend.tokenizer, args.chat_template, args.max_length, args.template_options)
+    folder = RunFolder(args.out, _manifest(args, data, backend.describe(), options))
     evaluate(items, backend, prompter, cells, folder)
     print(f"{len(items)} contexts are in {args.out}; tables and plots: gatesight report {args.out}")
+
+
+def _transformers_backend(args: argparse.Namespace) -> "tuple[Backend, Callable[[], list[str]], dict[str, Any]]":
+    """The backend, its default rows, and the options of its scorers."""
+    from .backends import TransformersBackend
+
+    if args.engine_options or args.whole_blocks:
+        raise ValueError("--engine-options and --whole-blocks are for --backend vllm.")
+    model, tokenizer = _load(args.model, args.dtype)
+    scorers = _scorers(args, model, tokenizer)
+    rows = args.rows or (16 if args.model == "reference" else 1)
+    backend = TransformersBackend(model, tokenizer, scorers, args.model, args.prefill_chunk_size, rows)
+    return backend, lambda: _runnable(scorers), dict(scorers.options)
+
+
+def _vllm_backend(args: argparse.Namespace) -> "tuple[Backend, Callable[[], list[str]], dict[str, Any]]":
+    """Likewise."""
+    from gatesight_hf import reference
+    from gatesight_hf.vllm.support import require_vllm
+
+    require_vllm()
+    from gatesight_hf.vllm.messages import METHODS
+
+    from .backends.paged import VLLMBackend
+
+    for name in ("hidden_states", "calibration", "rows", "prefill_chunk_size"):
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is for --backend transformers.")
+    estimators, engine = _estimators(args), dict(args.engine_options)
+    if not estimators:
+        raise ValueError("--backend vllm needs an estimator of this model: --estimator gatesight=FOLDER.")
+    if args.max_length is not None:
+        engine.setdefault("max_model_len", args.max_length)
+    is_reference = args.model == "reference"
+    if args.dtype or is_reference:
+        engine.setdefault("dtype", args.dtype or "bfloat16")  # vLLM's GDN layers run in nothing else on CPUs
+    model = reference.MODEL_PATH if is_reference else args.model
+    backend = VLLMBackend(model, estimators, args.model, args.options, args.whole_blocks, engine)
+    return backend, lambda: [*estimators, *METHODS], dict(args.options)
 
 
 def _runnable(scorers: Any) -> list[str]:
@@ -153,19 +199,37 @@ def _fractions(text: str) -> list[float]:
         raise ValueError(f"--kept {text}: {error}") from error
 
 
-def _load(name: str) -> tuple[Any, Any]:
+def _load(name: str, dtype: str | None) -> tuple[Any, Any]:
+    import torch
+
     from gatesight_hf import reference
 
+    if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"--dtype {dtype}: no data type of torch; give bfloat16, float16 or float32.")
     if name == "reference":
-        return reference.load_model(), reference.load_tokenizer()
-    import torch
+        return reference.load_model(dtype=getattr(torch, dtype or "float32")), reference.load_tokenizer()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir():
         raise FileNotFoundError(f"--model {name}: no such folder.")
     placement = {"device_map": "auto"} if torch.cuda.is_available() else {}
-    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto", **placement).eval()
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", **placement).eval()
     return model, AutoTokenizer.from_pretrained(name)
+
+
+def _estimators(args: argparse.Namespace) -> dict[str, Path]:
+    """Folders by the name of their row."""
+    from gatesight_hf import reference
+
+    estimators = {}
+    for pair in args.estimator or []:
+        name, _, folder = pair.partition("=")
+        if not folder:
+            raise ValueError(f"--estimator {pair}: give NAME=FOLDER, for example gatesight=my-estimator.")
+        estimators[name] = Path(folder)
+    if args.model == "reference":
+        estimators.setdefault("gatesight", reference.ESTIMATOR_PATH)
+    return estimators
 
 
 def _scorers(args: argparse.Namespace, model: Any, tokenizer: Any) -> Any:
@@ -176,15 +240,8 @@ def _scorers(args: argparse.Namespace, model: Any, tokenizer: Any) -> Any:
 
     from .methods import ScorerFactory, calibration_ids
 
-    estimators = {}
-    for pair in args.estimator or []:
-        name, _, folder = pair.partition("=")
-        if not folder:
-            raise ValueError(f"--estimator {pair}: give NAME=FOLDER, for example gatesight=my-estimator.")
-        estimators[name] = Path(folder)
     hidden, calibration, options = args.hidden_states, args.calibration, dict(args.options)
     if args.model == "reference":
-        estimators.setdefault("gatesight", reference.ESTIMATOR_PATH)
         hidden = hidden or reference.ESTIMATOR_PATH / HIDDEN_STATES_FOLDER
         options = {**REFERENCE_OPTIONS, **options}
         if calibration is None:
@@ -193,7 +250,7 @@ def _scorers(args: argparse.Namespace, model: Any, tokenizer: Any) -> Any:
             calibration = torch.tensor([tokenizer(text).input_ids])
     elif calibration is not None and calibration.suffix == ".txt":
         calibration = calibration_ids(calibration, tokenizer)
-    return ScorerFactory(model, tokenizer, estimators, hidden, calibration, options)
+    return ScorerFactory(model, tokenizer, _estimators(args), hidden, calibration, options)
 
 
 def _manifest(

@@ -14,8 +14,6 @@ from .connector import MAX_SESSIONS, GateSightConnector
 from .messages import ASK, DROP, GATESIGHT, NO_PROMPT, OPEN, REPORT, OpenOptions
 from .worker import GateSightWorker
 
-Sampling = SamplingParams | Sequence[SamplingParams] | None
-
 
 @dataclass(frozen=True)
 class SessionReport:
@@ -102,7 +100,10 @@ class GateSightLLM:
         return SessionReport(session_id, tuple(ids), **report)
 
     def ask(
-        self, session: SessionReport, questions: Sequence[str | Sequence[int]], sampling: Sampling = None
+        self,
+        session: SessionReport,
+        questions: Sequence[str | Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Answer questions, each from a child of its own, batched.
 
@@ -132,17 +133,17 @@ class GateSightLLM:
     def _run(
         self,
         prompts: list[list[int]],
-        sampling: Sampling,
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
         kind: str,
         session_id: str,
         options: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        parameters = {"gatesight": kind, "session": session_id, **(options or {})}
+        parameters = {"gatesight": kind, "session": session_id, **dict(options or {})}
         given = [sampling] * len(prompts) if sampling is None or isinstance(sampling, SamplingParams) else sampling
         tagged = []
         for one in given:
             clone = SamplingParams() if one is None else one.clone()
-            clone.extra_args = {**(clone.extra_args or {}), "kv_transfer_params": parameters}
+            clone.extra_args = {**dict(clone.extra_args or {}), "kv_transfer_params": parameters}
             tagged.append(clone)
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], tagged, use_tqdm=False)
         if any(output.outputs[0].finish_reason == "error" for output in outputs):

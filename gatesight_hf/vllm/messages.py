@@ -1,10 +1,12 @@
 """What requests ask of GateSight, and what scheduler and worker tell each other in a step.
 
-A request says what it is in `kv_transfer_params`. `{"gatesight": "open", "session": ID}`, with the options of the
-compaction if others than the engine's are meant: a parent, whose prompt is the context, and which generates one token
-that is thrown away. `{"gatesight": "ask", "session": ID}`: a child, whose prompt is context and question. `"report"` and
-`"drop"`: what a session is, and its end; the answer is in `kv_transfer_params` of the response, and their prompt does
-not matter.
+A request says what it is in `kv_transfer_params`:
+
+- `{"gatesight": "open", "session": ID}`, with those of `OpenOptions` that are not to be the engine's: a parent, whose
+  prompt is the context, and which generates one token that is thrown away.
+- `{"gatesight": "ask", "session": ID}`: a child, whose prompt is context and question.
+- `"report"` and `"drop"`: what a session is, and its end. The answer is in `kv_transfer_params` of the response, and
+  their prompt does not matter.
 """
 
 import hashlib

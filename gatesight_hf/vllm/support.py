@@ -29,6 +29,16 @@ def vllm_is_supported() -> bool:
     return version is not None and SUPPORTED.contains(version, prereleases=True)
 
 
+def require_vllm() -> None:
+    """Raise UnsupportedVLLMError, which says what to install, unless a supported vLLM is there."""
+    if not vllm_is_supported():
+        found = f"vLLM {vllm_version()} is installed" if vllm_version() else "vLLM is not installed"
+        raise UnsupportedVLLMError(
+            f"{found}; GateSight has been run with vllm{SUPPORTED}. It brings a transformers of its own: use an "
+            "environment for it alone, as `make vllm` does."
+        )
+
+
 def check_engine(config: Any) -> None:
     """Raise an error unless the engine's configuration is one that the plugin has been run with.
 

@@ -88,7 +88,13 @@ class ContextResult:
 
 
 class Backend(ABC):
-    """An engine with a model."""
+    """An engine with a model.
+
+    Attributes:
+        tokenizer: Of the model.
+    """
+
+    tokenizer: Any
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
@@ -107,3 +113,19 @@ class Backend(ABC):
             cells: Methods and kept fractions.
             check_identity: Make one answer of this context again from a fresh prefill.
         """
+
+
+def check_length(request: Request, longest: int | None) -> None:
+    """Raise ValueError if a context with its longest question and answer has more tokens than the model positions for.
+
+    Args:
+        request: Context and questions.
+        longest: Of the model or engine; None if any length goes.
+    """
+    pairs = zip(request.questions, request.max_new_tokens, strict=True)
+    length = len(request.context.ids) + max((len(ids) + new for ids, new in pairs), default=0)
+    if longest is not None and length > longest:
+        raise ValueError(
+            f"A context with its question and answer has {length} tokens, and the model positions for {longest}: "
+            f"give --max-length {longest} to cut the middle out of contexts."
+        )

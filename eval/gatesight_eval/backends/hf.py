@@ -21,7 +21,7 @@ from gatesight_hf.training.run import weights_digest
 
 from ..controls import empty_attention_cache
 from ..methods import EMPTY, FULL, ORACLE, Cell, ScorerFactory
-from .base import Answer, Backend, CellResult, ContextResult, Request
+from .base import Answer, Backend, CellResult, ContextResult, Request, check_length
 
 
 class TransformersBackend(Backend):
@@ -86,7 +86,7 @@ class TransformersBackend(Backend):
         return list(dict.fromkeys(c.method.scorer for c in cells if c.method.scorer not in (FULL, EMPTY, ORACLE)))
 
     def run(self, request: Request, cells: Sequence[Cell], check_identity: bool) -> ContextResult:
-        self._check_length(request)
+        check_length(request, getattr(self.model.config, "max_position_embeddings", None))
         scorers: dict[str, Scorer] = {name: self.scorers.make(name, request.seed) for name in self._scorer_names(cells)}
         if any(cell.method.scorer == ORACLE for cell in cells):
             pairs = zip(request.questions, request.answers, strict=True)
@@ -124,16 +124,6 @@ class TransformersBackend(Backend):
         if self.model.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
-
-    def _check_length(self, request: Request) -> None:
-        pairs = zip(request.questions, request.max_new_tokens, strict=True)
-        length = len(request.context.ids) + max((len(ids) + new for ids, new in pairs), default=0)
-        longest = getattr(self.model.config, "max_position_embeddings", None)
-        if longest is not None and length > longest:
-            raise ValueError(
-                f"A context with its question and answer has {length} tokens, and the model positions for {longest}: "
-                f"give --max-length {longest} to cut the middle out of contexts."
-            )
 
     def _prefilled(self, scorer: Scorer, request: Request, **options: Any) -> GateSightCache:
         prefix = request.context.protected_prefix
