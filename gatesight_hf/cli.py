@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,6 +71,34 @@ def _train(args: argparse.Namespace) -> None:
     print(json.dumps(metrics, indent=2) if args.json else format_metrics(metrics))
 
 
+def _add_serve(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    verb = verbs.add_parser("serve", help="serve a model with sessions through vLLM's OpenAI-compatible server")
+    verb.add_argument("model", help="folder or Hub id")
+    verb.add_argument("--estimator", required=True, help="folder of an estimator for it")
+    verb.add_argument("--kept-fraction", type=float, default=0.1, help="unless a request says another (default: 0.1)")
+    verb.add_argument("--protected-prefix", type=int, default=0, help="first tokens of each context that always stay")
+    verb.add_argument("--allocation", default="gate", help="layer shares (default: gate)")
+    verb.add_argument("--max-sessions", type=int, default=64, help="idle ones beyond that are dropped (default: 64)")
+    verb.add_argument("--print", action="store_true", help="print the command instead of running it")
+    verb.epilog = "What follows -- goes to `vllm serve`, such as: -- --dtype bfloat16 --port 8000"
+    verb.set_defaults(run=_serve, takes_more=True)
+
+
+def _serve(args: argparse.Namespace) -> None:
+    from .vllm.support import require_vllm
+
+    require_vllm()
+    from .vllm.server import serve_command
+
+    names = ("kept_fraction", "protected_prefix", "allocation", "max_sessions")
+    config = {name: getattr(args, name) for name in names}
+    command = serve_command(args.model, args.estimator, *args.more, **config)
+    if args.print:
+        print(shlex.join(command))
+    else:
+        os.execv(command[0], command)
+
+
 def _add_evaluation(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     from gatesight_eval.cli import add_evaluate, add_report
 
@@ -83,8 +113,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     _add_demo(verbs)
     _add_train(verbs)
+    _add_serve(verbs)
     _add_evaluation(verbs)
-    args = parser.parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    own, more = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
+    args = parser.parse_args(own)
+    if more and not hasattr(args, "takes_more"):
+        parser.error(f"unrecognized arguments: -- {' '.join(more)}")
+    args.more = more
     try:
         args.run(args)
     except KeyboardInterrupt:

@@ -64,7 +64,9 @@ def add_evaluate(verbs: Verbs) -> None:  # type: ignore[valid-type]
     verb.add_argument("--template-options", default="{}", help='JSON: {"enable_thinking": false}')
     verb.add_argument("--prefill-chunk-size", type=int, help="tokens per forward of a prefill")
     verb.add_argument("--backend", choices=("transformers", "vllm"), default="transformers", help="what runs the model")
-    verb.add_argument("--dtype", help="of the model, such as bfloat16 (default: the checkpoint's; vLLM: see its option)")
+    verb.add_argument(
+        "--dtype", help="of the model, such as bfloat16 (default: the checkpoint's; vLLM: see its option)"
+    )
     verb.add_argument(
         "--engine-options", default="{}", help='of vllm.LLM, JSON: {"max_model_len": 65536, "max_num_seqs": 8}'
     )

