@@ -147,6 +147,7 @@ def _vllm_backend(args: argparse.Namespace) -> "tuple[Backend, Callable[[], list
     from gatesight_hf.vllm.support import require_vllm
 
     require_vllm()
+    from gatesight_hf.vllm import GateSightLLM
     from gatesight_hf.vllm.messages import METHODS
 
     from .backends.paged import VLLMBackend
@@ -163,7 +164,7 @@ def _vllm_backend(args: argparse.Namespace) -> "tuple[Backend, Callable[[], list
     if args.dtype or is_reference:
         engine.setdefault("dtype", args.dtype or "bfloat16")  # vLLM's GDN layers run in nothing else on CPUs
     model = reference.MODEL_PATH if is_reference else args.model
-    backend = VLLMBackend(model, estimators, args.model, args.options, args.whole_blocks, engine)
+    backend = VLLMBackend(GateSightLLM(model, estimators, **engine), args.model, args.options, args.whole_blocks)
     return backend, lambda: [*estimators, *METHODS], dict(args.options)
 
 

@@ -57,6 +57,10 @@ class GateSightLLM:
             blocks run out.
         options: Those of `OpenOptions`, such as `kept_fraction`; the others are `vllm.LLM`'s.
 
+    Attributes:
+        llm: The engine, for ordinary requests.
+        estimators: Names of its estimators.
+
     Raises:
         UnsupportedVLLMError: A version or mode of vLLM that has not been run.
         EstimatorMismatchError: The estimator is for another layout.
@@ -73,6 +77,7 @@ class GateSightLLM:
     ) -> None:
         ours = {name: options.pop(name) for name in vars(OpenOptions()) if name in options}
         config = engine_options(estimator, max_sessions=max_sessions, **ours)
+        self.estimators = list(config["kv_transfer_config"].kv_connector_extra_config["estimators"])
         register()
         self.llm = LLM(model=str(model), **config, **options)
         self._ids = itertools.count()
@@ -94,10 +99,11 @@ class GateSightLLM:
         given = OpenOptions().updated(options)
         parameters = {name: getattr(given, name) for name in options}
         self._run([ids], SamplingParams(max_tokens=1, temperature=0), OPEN, session_id, parameters)
-        report = self._about(session_id, REPORT)["report"]
-        if report is None:
-            raise RuntimeError(f"GateSight: session {session_id!r} made room for others at once: there is no room.")
-        return SessionReport(session_id, tuple(ids), **report)
+        found = self._about(session_id, REPORT)
+        if found["report"] is None:
+            why = found["refusal"] or "it made room for others at once"
+            raise RuntimeError(f"GateSight: session {session_id!r} could not be served ({OPEN}): {why}.")
+        return SessionReport(session_id, tuple(ids), **found["report"])
 
     def ask(
         self,

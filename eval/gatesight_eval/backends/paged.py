@@ -3,7 +3,6 @@
 import platform
 import random
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -27,33 +26,20 @@ class VLLMBackend(Backend):
     compacts forks of one prefill. Budgets are exact unless `whole_blocks` is set, so that methods and engines compare.
 
     Args:
-        model: Folder or Hub id.
-        estimators: Folders of estimators by the name of their row; at least one.
+        llm: The engine; each estimator is the scorer of its name.
         name: Of the model, for result files.
-        options: Arguments of methods by name, for example `{"keydiff": {…}}`.
+        options: Arguments of methods by name, for example `{"random": {…}}`.
         whole_blocks: Round each layer up to whole blocks, as serving does.
-        engine: Of `vllm.LLM`.
-
-    Raises:
-        UnsupportedVLLMError: A version or mode of vLLM that has not been run.
     """
 
     def __init__(
-        self,
-        model: str | Path,
-        estimators: Mapping[str, Path],
-        name: str,
-        options: Mapping[str, Mapping[str, Any]],
-        whole_blocks: bool = False,
-        engine: Mapping[str, Any] | None = None,
+        self, llm: GateSightLLM, name: str, options: Mapping[str, Mapping[str, Any]], whole_blocks: bool = False
     ) -> None:
+        self.llm = llm
         self.name = name
-        self._estimators = dict(estimators)
         self._options = options
         self._whole_blocks = whole_blocks
-        self._engine = dict(engine or {})
-        self.llm = GateSightLLM(model, estimators, whole_blocks=whole_blocks, **self._engine)
-        self.tokenizer = self.llm.llm.get_tokenizer()
+        self.tokenizer = llm.llm.get_tokenizer()
 
     def describe(self) -> dict[str, Any]:
         config = self.llm.llm.llm_engine.vllm_config
@@ -62,7 +48,6 @@ class VLLMBackend(Backend):
             "model": self.name,
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "whole_blocks": self._whole_blocks,
-            "engine": {name: str(value) for name, value in self._engine.items()},
             "prefill_chunk_size": config.scheduler_config.max_num_batched_tokens,
             "hardware": f"{platform.machine()} CPU",
             "threads": torch.get_num_threads(),
@@ -76,7 +61,7 @@ class VLLMBackend(Backend):
         }
 
     def check(self, cells: Sequence[Cell]) -> None:
-        known = (FULL, EMPTY, *self._estimators, *METHODS)
+        known = (FULL, EMPTY, *self.llm.estimators, *METHODS)
         for cell in cells:
             if cell.method.scorer not in known or cell.method.allocation == "global":
                 raise ValueError(
@@ -119,7 +104,9 @@ class VLLMBackend(Backend):
             if cell.method.scorer == "random":
                 options["scorer_options"]["seed"] = request.seed
         prefix = request.context.protected_prefix
-        session = self.llm.open(request.context.ids, "evaluated", protected_prefix=prefix, **options)
+        session = self.llm.open(
+            request.context.ids, "evaluated", protected_prefix=prefix, whole_blocks=self._whole_blocks, **options
+        )
         limits = [SamplingParams(temperature=0, max_tokens=limit, detokenize=False) for limit in request.max_new_tokens]
         outputs = self.llm.ask(session, request.questions, limits)
         self.llm.drop(session)
