@@ -65,10 +65,11 @@ test-compat: $(COMPAT)/.stamp-test $(VENV)/.stamp-test  ## the core tests with t
 vllm: $(VLLM)/.stamp  ## an environment with vLLM on a CPU, in $(VLLM)
 
 test-vllm: $(VLLM)/.stamp  ## the tests of the vLLM plugin
-	@for family in qwen3_5 qwen3_5_moe qwen3_next; do \
+	@for family in qwen3_5 qwen3_5_moe qwen3_next reference; do \
 		echo "vLLM tests with $$family" && \
-		GATESIGHT_TEST_FAMILY=$$family $(VLLM)/bin/python -m pytest tests/test_vllm.py || exit 1; \
+		OMP_NUM_THREADS=1 GATESIGHT_TEST_FAMILY=$$family $(VLLM)/bin/python -m pytest tests/test_vllm.py || exit 1; \
 	done
+	@$(VLLM)/bin/python -m pytest tests/test_vllm_server.py
 
 build: $(VENV)/.stamp-test  ## wheel and source archive into dist/
 	@rm -rf build dist

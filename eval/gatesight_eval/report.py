@@ -49,7 +49,7 @@ class Results:
 
     def __init__(self, folders: Sequence[Path], revised: bool = False, kept: Sequence[float] | None = None) -> None:
         self.manifests = [read_manifest(folder) for folder in folders]
-        if len({manifest["backend"]["weights"] for manifest in self.manifests}) > 1:
+        if len({manifest["backend"].get("weights") for manifest in self.manifests}) > 1:
             raise ValueError(f"Not of one model: {', '.join(map(str, folders))}. Report each model by itself.")
         self.contexts: dict[str, dict[str, Any]] = {}
         self.costs: list[dict[str, Any]] = []

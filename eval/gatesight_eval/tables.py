@@ -167,6 +167,7 @@ def _provenance(summary: dict[str, Any]) -> str:
     commits = ", ".join(dict.fromkeys(str(manifest["commit"]) for manifest in summary["runs"]))
     hardware = ", ".join(dict.fromkeys(manifest["backend"]["hardware"] for manifest in summary["runs"]))
     versions = ", ".join(f"{name} {version}" for name, version in backend["versions"].items())
+    weights = f" (weights {backend['weights']})" if "weights" in backend else ""
     missing = summary["unfinished_runs"]
     unfinished = [f"Not finished: {', '.join(missing)} contexts.", ""] if missing else []
     return "\n".join(
@@ -178,7 +179,7 @@ def _provenance(summary: dict[str, Any]) -> str:
             "compaction and question had the same tokens.",
             "",
             *unfinished,
-            f"Model {backend['model']} (weights {backend['weights']}), {backend['dtype']}, {backend['attention']} "
+            f"Model {backend['model']}{weights} in {backend['backend']}, {backend['dtype']}, {backend['attention']} "
             f"attention, {hardware}, {backend['threads']} thread(s). {versions}. Commit {commits}.",
         ]
     )

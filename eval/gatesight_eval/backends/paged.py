@@ -47,6 +47,7 @@ class VLLMBackend(Backend):
             "backend": "vllm",
             "model": self.name,
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "attention": "paged",
             "whole_blocks": self._whole_blocks,
             "prefill_chunk_size": config.scheduler_config.max_num_batched_tokens,
             "hardware": f"{platform.machine()} CPU",
