@@ -308,6 +308,9 @@ ERRORS = {
     "--suite scbench --method random --max-turns 0": "max_turns is a number of questions",
     "--suite scbench-kvzip --method random": "needs --tasks",
     "--model ./nowhere --suite toy": "--model ./nowhere: no such folder",
+    f"{TOY} --method random --dtype nn": "--dtype nn: no data type of torch",
+    f"{TOY} --method random --whole-blocks": "are for --backend vllm",
+    f"{TOY} --backend vllm": "use an environment for it alone, as `make vllm` does",
 }
 
 
@@ -316,7 +319,7 @@ def test_errors_are_one_line_that_names_the_mend(
     command: str, solver: tuple[Any, Any], tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if "--model" not in command:
-        monkeypatch.setattr(cli, "_load", lambda name: solver)
+        monkeypatch.setattr(cli, "_load", lambda name, dtype: solver)
     monkeypatch.chdir(tmp_path)
     assert main(["evaluate", "--out", "run", *command.split()]) == 1
     *before, line = capsys.readouterr().err.splitlines()
@@ -356,9 +359,20 @@ def test_rows_that_cannot_run_are_left_out_of_the_default(
 
 
 def test_a_stop_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def stop(name: str) -> Any:
+    def stop(name: str, dtype: Any) -> Any:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "_load", stop)
     assert main(["evaluate", "--suite", "toy", "--out", "never"]) == 130
     assert capsys.readouterr().err.splitlines()[-1].startswith("gatesight: stopped")
+
+
+def test_serving_without_vllm_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "model", "--estimator", "folder", "--", "--port", "8000"]) == 1
+    assert "use an environment for it alone, as `make vllm` does" in capsys.readouterr().err
+
+
+def test_only_serving_takes_options_of_another_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["demo", "--", "--port", "8000"])
+    assert "unrecognized arguments: -- --port 8000" in capsys.readouterr().err
