@@ -108,8 +108,8 @@ def answers(full: float, empty: float = 0.0, ours: float = 0.5, other: float = 0
 def run_of(folder: Path, lines: Iterable[dict[str, Any]], weights: str = "w", missing: int = 0) -> Path:
     folder.mkdir()
     lines = list(lines)
-    backend = {"backend": "transformers", "model": "m", "weights": weights, "dtype": "float32", "attention": "sdpa", "hardware": "CPU",
-               "threads": 1, "versions": {"torch": "2"}}  # fmt: skip
+    backend = {"backend": "transformers", "model": "m", "weights": weights, "dtype": "float32", "attention": "sdpa",
+               "hardware": "CPU", "threads": 1, "versions": {"torch": "2"}}  # fmt: skip
     (folder / "run.json").write_text(
         json.dumps({"asked": {}, "backend": backend, "commit": "c", "data": {"items": len(lines) + missing}})
     )
