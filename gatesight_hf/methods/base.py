@@ -34,7 +34,7 @@ class Row:
     @property
     def scale(self) -> float:
         """Of attention logits."""
-        return self.spec.head_dim**-0.5
+        return self.spec.scale
 
     def keys(self, ordinal: int) -> Tensor:
         """`[H, n, D]`, with RoPE."""

@@ -89,7 +89,7 @@ class KVzip:
             keys = prefill.keys[ordinal][row]
             sinks, chunk = keys[:, first : first + min(self.sinks, start)], keys[:, first + start : first + stop]
             scores[ordinal][row, :, first + start : first + stop] = replay_scores(
-                view.queries[0], sinks, chunk, view.keys[0].transpose(0, 1), prefill.spec.head_dim**-0.5
+                view.queries[0], sinks, chunk, view.keys[0].transpose(0, 1), prefill.spec.scale
             )
 
         with torch.no_grad(), child.watch_attention(rate):
