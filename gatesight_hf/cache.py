@@ -1,13 +1,6 @@
 """GateSightCache: the life of one context. Prefill, compaction, forks, serving."""
 
 import warnings
-import warnings
-import warnings
-import warnings
-import warnings
-import warnings
-import warnings
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -320,90 +313,6 @@ class GateSightCache(CallFollower):
 
 def _possible(options: CompactionOptions, spec: HybridSpec) -> CompactionOptions:
     """The options; for a model without output gates with equal layer shares in place of `gate`, and a warning."""
-    if options.allocation != "gate" or adapter_for(spec).has_output_gate:
-        return options
-    warnings.warn(
-        f"{spec.model_type} has no output gates to share the budget by: its attention layers share it equally, as with "
-        "allocation='flat'.",
-        stacklevel=2,  # a place of our own, so that Python shows it once
-    )
-    return replace(options, allocation="flat")
-
-
-def _possible(options: CompactionOptions, spec: HybridSpec) -> CompactionOptions:
-    """The options, with equal shares in place of `gate` shares for a model that has no output gates; a warning says so."""
-    if options.allocation != "gate" or adapter_for(spec).has_output_gate:
-        return options
-    warnings.warn(
-        f"{spec.model_type} has no output gates to share the budget by: its attention layers share it equally, as with "
-        "allocation='flat'.",
-        stacklevel=2,  # a place of our own, so that Python shows it once
-    )
-    return replace(options, allocation="flat")
-
-
-def _possible(options: CompactionOptions, spec: HybridSpec) -> CompactionOptions:
-    """The options, with equal shares in place of `gate` shares for a model that has no output gates; a warning says so."""
-    if options.allocation != "gate" or adapter_for(spec).has_output_gate:
-        return options
-    warnings.warn(
-        f"{spec.model_type} has no output gates to share the budget by: its attention layers share it equally, as with "
-        "allocation='flat'.",
-        stacklevel=2,  # a place of our own, so that Python shows it once
-    )
-    return replace(options, allocation="flat")
-
-
-def _possible(options: CompactionOptions, spec: HybridSpec) -> CompactionOptions:
-    """The options, with equal shares in place of `gate` shares for a model that has no output gates; a warning says so."""
-    if options.allocation != "gate" or adapter_for(spec).has_output_gate:
-        return options
-    warnings.warn(
-        f"{spec.model_type} has no output gates to share the budget by: its attention layers share it equally, as with "
-        "allocation='flat'.",
-        stacklevel=2,  # a place of our own, so that Python shows it once
-    )
-    return replace(options, allocation="flat")
-
-
-def _possible(options: CompactionOptions, spec: HybridSpec) -> CompactionOptions:
-    """The options, with equal shares in place of `gate` shares for a model that has no output gates; a warning says so."""
-    if options.allocation != "gate" or adapter_for(spec).has_output_gate:
-        return options
-    warnings.warn(
-        f"{spec.model_type} has no output gates to share the budget by: its attention layers share it equally, as with "
-        "allocation='flat'.",
-        stacklevel=2,  # a place of our own, so that Python shows it once
-    )
-    return replace(options, allocation="flat")
-
-
-def _possible(options: CompactionOptions, spec: HybridSpec) -> CompactionOptions:
-    """The options, with equal shares in place of `gate` shares for a model that has no output gates; a warning says so."""
-    if options.allocation != "gate" or adapter_for(spec).has_output_gate:
-        return options
-    warnings.warn(
-        f"{spec.model_type} has no output gates to share the budget by: its attention layers share it equally, as with "
-        "allocation='flat'.",
-        stacklevel=2,  # a place of our own, so that Python shows it once
-    )
-    return replace(options, allocation="flat")
-
-
-def _possible(options: CompactionOptions, spec: HybridSpec) -> CompactionOptions:
-    """The options, with equal shares in place of `gate` shares for a model that has no output gates; a warning says so."""
-    if options.allocation != "gate" or adapter_for(spec).has_output_gate:
-        return options
-    warnings.warn(
-        f"{spec.model_type} has no output gates to share the budget by: its attention layers share it equally, as with "
-        "allocation='flat'.",
-        stacklevel=2,  # a place of our own, so that Python shows it once
-    )
-    return replace(options, allocation="flat")
-
-
-def _possible(options: CompactionOptions, spec: HybridSpec) -> CompactionOptions:
-    """The options, with equal shares in place of `gate` shares for a model that has no output gates; a warning says so."""
     if options.allocation != "gate" or adapter_for(spec).has_output_gate:
         return options
     warnings.warn(

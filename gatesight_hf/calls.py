@@ -16,14 +16,7 @@ from .compaction import CompactionOptions, Plan
 from .errors import CacheStateError
 from .hybrid import HybridSpec
 from .inputs import are_new, positions_of, whole_padding
-from .layers import (
-    GateSightAttentionLayer,
-    GDNStateLayer,
-    SlidingAttentionLayer,
-    SlidingAttentionLayer,
-    SlidingAttentionLayer,
-    SlidingAttentionLayer,
-)
+from .layers import GateSightAttentionLayer, GDNStateLayer, SlidingAttentionLayer
 from .recording import Recording
 from .scoring import Scorer
 from .signals import SignalSink

@@ -66,10 +66,10 @@ class FamilyAdapter(ABC):
 
     def viewed(self, attention: Any) -> tuple[str, ...]:
         """Modules of an attention layer whose outputs a view is made of."""
-        return ("q_proj", "q_norm", "k_norm", "v_proj")
+        return ("q_norm", "k_norm", "v_proj", *(("q_proj",) if self.has_output_gate else ()))
 
-    def output_gate(self, attention: Any, q_proj: Tensor) -> Tensor | None:
-        """Logits of the output gate, `[B, T, heads, head_dim]`, from the output of `q_proj`; None without a gate.
+    def output_gate(self, attention: Any, q_proj: Tensor) -> Tensor:
+        """Logits of the output gate, `[B, T, heads, head_dim]`, from the output of `q_proj`.
 
         Qwen's families interleave query and gate by head: `[q | gate]` of each head side by side.
         """
@@ -87,7 +87,7 @@ class FamilyAdapter(ABC):
             by_head(outputs["q_norm"]),
             by_head(outputs["k_norm"]),
             by_head(outputs["v_proj"]),
-            self.output_gate(attention, outputs["q_proj"]),
+            self.output_gate(attention, outputs["q_proj"]) if self.has_output_gate else None,
             *_angles(kwargs, hidden),
         )
 
@@ -198,15 +198,6 @@ class OlmoHybridAdapter(GDNAdapter):
             found[:, :, 0] *= 2
         return found
 
-    def viewed(self, attention: Any) -> tuple[str, ...]:
-        return ("q_norm", "k_norm", "v_proj")
-
-    def view(self, attention: Any, kwargs: Mapping[str, Any], outputs: Mapping[str, Tensor]) -> AttentionView:
-        return super().view(attention, kwargs, {**outputs, "q_proj": outputs["q_norm"]})
-
-    def output_gate(self, attention: Any, q_proj: Tensor) -> Tensor | None:
-        return None
-
 
 class LaraMiniAdapter(Qwen35Adapter):
     """Lara-Mini: GDN layers of Qwen3.5; attention without output gate or RoPE, between sliding windows with RoPE."""
@@ -215,9 +206,6 @@ class LaraMiniAdapter(Qwen35Adapter):
     multimodal_types = ()
     has_output_gate = False
     allows_sliding = True
-
-    def output_gate(self, attention: Any, q_proj: Tensor) -> Tensor | None:
-        return None
 
     def rotary_embedding(self, decoder: Any) -> Any:
         return None  # its angles are for the sliding windows

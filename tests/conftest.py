@@ -56,8 +56,9 @@ for name, family in (("lara_mini", "LaraMini"), ("bailing_hybrid", "BailingHybri
     if hasattr(transformers, f"{family}Config"):  # not in every supported release
         FAMILIES[name] = (getattr(transformers, f"{family}ForCausalLM"), getattr(transformers, f"{family}Config"))
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
-PARTIAL = {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}, "attention_bias": True}
-MROPE = {**PARTIAL, "rope_parameters": {**PARTIAL["rope_parameters"], "mrope_section": [2, 1, 1], "mrope_interleaved": True}}  # fmt: skip
+PARTIAL = {**ROPE, "partial_rotary_factor": 0.25}
+GATED = {"rope_parameters": PARTIAL, "attention_bias": True}
+MROPE = {**GATED, "rope_parameters": {**PARTIAL, "mrope_section": [2, 1, 1], "mrope_interleaved": True}}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SHARED = {"shared_expert_intermediate_size": 32}
 GDN = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
@@ -69,19 +70,20 @@ TYPES = (["linear_attention"] * 3 + ["full_attention"]) * 2
 FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
     "qwen3_5": {**GDN, **MROPE},
     "qwen3_5_moe": {**GDN, **MROPE, **EXPERTS, **SHARED},
-    "qwen3_next": {**GDN, **PARTIAL, **EXPERTS, **SHARED},
+    "qwen3_next": {**GDN, **GATED, **EXPERTS, **SHARED},
     "olmo_hybrid": {**GDN, **TOKENS, "rope_parameters": ROPE},
     "lara_mini": {
         **GDN, **EXPERTS, **SHARED, **TOKENS, "attention_bias": True, "rope_parameters": ROPE, "sliding_window": 9,
         "num_hidden_layers": 10,
-        "layer_types": TYPES[:3] + ["sliding_attention"] + TYPES[3:] + ["sliding_attention"],
+        "layer_types": [*TYPES[:3], "sliding_attention", *TYPES[3:], "sliding_attention"],
     },
     "kimi_linear": {
         **LATENT, **GROUPS, **TOKENS, "linear_num_heads": 4, "linear_head_dim": 16, "layer_types": TYPES,
         "mlp_layer_types": ["dense"] + ["sparse"] * 7,
     },
     "bailing_hybrid": {
-        **LATENT, **GROUPS, **TOKENS, "head_dim": 16, "layer_types": TYPES, "rope_parameters": ROPE, "q_lora_rank": 20, "rms_norm_eps": 1e-5,
+        **LATENT, **GROUPS, **TOKENS, "head_dim": 16, "layer_types": TYPES, "rope_parameters": ROPE,
+        "q_lora_rank": 20, "rms_norm_eps": 1e-5,
         "mlp_layer_types": ["dense"] + ["sparse"] * 7,
     },
 }  # fmt: skip

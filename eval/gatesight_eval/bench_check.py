@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gatesight_hf import Estimator, GateSightCache, signals
-from gatesight_hf.features import SIGNALS
 from gatesight_hf.families import GDNAdapter, adapter_for
+from gatesight_hf.features import SIGNALS
 from gatesight_hf.hybrid import HybridSpec, find_modules
 from gatesight_hf.scoring import Prefill
 from gatesight_hf.session import prefill
@@ -184,7 +184,6 @@ def check_recording(model: Any, scorer: Estimator, ids: Tensor, chunk: int) -> l
             checks.append(Check(f"{name} of GDN layer {i}", tokens, relative_rms(found, right), bound))
     for j, attention in enumerate(modules.attention):
         gates = adapter.output_gate(attention, captured.of("attention", j)["q_proj"])
-        assert gates is not None
         mean = gates.double().sigmoid().mean()
         bound = bound_for(gates.sigmoid().mean(dtype=torch.float32), mean, dtype)
         found = torch.tensor(means[0][j], dtype=torch.float64, device=mean.device)

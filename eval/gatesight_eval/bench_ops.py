@@ -9,8 +9,8 @@ from torch import Tensor
 
 from gatesight_hf import Estimator, signals
 from gatesight_hf.cache import GateSightCache
-from gatesight_hf.features import SIGNALS
 from gatesight_hf.families import GDNAdapter, adapter_for
+from gatesight_hf.features import SIGNALS
 from gatesight_hf.hybrid import HybridSpec, find_modules
 from gatesight_hf.layers import GateSightAttentionLayer
 from gatesight_hf.scoring import Prefill
