@@ -141,11 +141,15 @@ class GateSightCache(CallFollower):
         self._recover()
         if self.get_seq_length() == 0:
             raise CacheStateError("Nothing to compact: run the model on the context with this cache first.")
+        lengths, deltas = self._lengths(), self._rope_deltas
         keys = [layer.keys for layer in self.attention_layers]
         values = [layer.values for layer in self.attention_layers]
         return Prefill(
             spec=self.spec,
-            lengths=self._lengths(),
+            lengths=lengths,
+            next_positions=lengths
+            if deltas is None
+            else [n + d for n, d in zip(lengths, deltas.tolist(), strict=True)],
             signals=self._recording.signals,
             keys=keys,  # type: ignore[arg-type]
             values=values,  # type: ignore[arg-type]
@@ -153,7 +157,7 @@ class GateSightCache(CallFollower):
             query_moments=self._recording.query_moments,
             hidden=self._recording.hidden,
             rotary=self._rotary,
-            ids=self._ids,
+            ids=None if self._pictures else self._ids,
             fork=lambda: self.fork(scorer=Recorder(), allocation="flat"),
         )
 
@@ -296,6 +300,7 @@ class GateSightCache(CallFollower):
 
         self._padding = None if self._padding is None else chosen(self._padding)
         self._ids = None if self._ids is None else chosen(self._ids)
+        self._rope_deltas = None if self._rope_deltas is None else chosen(self._rope_deltas)
         if self._plan is not None:
             self._plan = self._plan.map_rows(lambda table: [table[i] for i in rows.tolist()] if table else [])
         if self._recording is not None:

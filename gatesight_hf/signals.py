@@ -18,8 +18,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ._compat import CACHE_ARGUMENTS, cache_argument, cache_of_call
 from .attention import AttentionView
+from .errors import UnsupportedModelError
 from .families import FamilyAdapter, adapter_for
 from .hybrid import HybridModules, HybridSpec, find_modules
+from .multimodal import core_of
 
 
 class SignalSink(ABC):
@@ -36,6 +38,14 @@ class SignalSink(ABC):
     @abstractmethod
     def begin_forward(self, model_inputs: dict[str, Any]) -> dict[str, Any]:
         """Called before the decoder runs; returns its keyword arguments, completed."""
+
+    @abstractmethod
+    def begin_multimodal(self, core: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Called before a model that joins a vision tower to the decoder runs; returns its arguments, completed."""
+
+    @abstractmethod
+    def end_multimodal(self) -> None:
+        """Called after it ran, or failed."""
 
     @abstractmethod
     def end_forward(self, completed: bool) -> None:
@@ -117,6 +127,23 @@ def _before_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> An
         if len(args) > 1:
             raise ValueError("Pass attention_mask and further arguments of the decoder by name.")
     return (), sink.begin_forward(kwargs)
+
+
+def _before_core(core: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    sink = cache_of_call(kwargs)
+    if not isinstance(sink, SignalSink):
+        return None
+    if args:
+        kwargs = {**kwargs, "input_ids": args[0]}
+        if len(args) > 1:
+            raise ValueError("Pass attention_mask and further arguments of the model by name.")
+    return (), sink.begin_multimodal(core, kwargs)
+
+
+def _after_core(core: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    sink = cache_of_call(kwargs)
+    if isinstance(sink, SignalSink):
+        sink.end_multimodal()
 
 
 def _after_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -206,6 +233,7 @@ class SignalHooks:
     def __init__(self, modules: HybridModules, adapter: FamilyAdapter) -> None:
         self._handles: list[RemovableHandle] = []
         self._covered: list[Any] = []
+        self._cores: list[Any] = []
         self._replaced: list[tuple[Any, str]] = []
         self._decoder: Any = modules.decoder
         add = self._handles.append
@@ -231,6 +259,16 @@ class SignalHooks:
         """Let `generate` and the forward of a model around the decoder know the cache; once per model."""
         if any(covered is model for covered in self._covered):
             return
+        core = core_of(model, self._decoder)
+        if core is None and model.config.get_text_config(decoder=True) is not model.config:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} is configured as a multimodal model, but no module in it joins the text model "
+                "to a vision tower and numbers their positions."
+            )
+        if core is not None and not any(covered is core for covered in self._cores):
+            self._cores.append(core)
+            self._handles.append(core.register_forward_pre_hook(_before_core, with_kwargs=True))
+            self._handles.append(core.register_forward_hook(_after_core, with_kwargs=True, always_call=True))
         self._covered.append(model)
         self._handles.append(model.register_forward_pre_hook(_rename_cache, with_kwargs=True))
         for module in model.modules():
@@ -252,7 +290,7 @@ class SignalHooks:
                     setattr(module, name, ours.args[1])
         if vars(self._decoder).get("_gatesight_hooks") is self:
             del self._decoder._gatesight_hooks
-        self._handles, self._covered, self._replaced = [], [], []
+        self._handles, self._covered, self._cores, self._replaced = [], [], [], []
 
     def __enter__(self) -> "SignalHooks":
         return self

@@ -22,8 +22,12 @@ from transformers import (
     KimiLinearForCausalLM,
     OlmoHybridConfig,
     OlmoHybridForCausalLM,
+    Qwen3_5Config,
     Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
     Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
@@ -97,9 +101,14 @@ def tiny_model(family: str = "qwen3_5", **options: Any) -> Any:
     given = {**sizes, **attention, **FAMILY_OPTIONS[family], **options}
     if not hasattr(config_class, "head_dim"):
         given["hidden_size"] = 6 * given.pop("head_dim")
+    return randomised(model_class, config_class(**given), family)
+
+
+def randomised(model_class: Any, config: Any, family: str) -> Any:
+    """A model with seeded weights whose logits are of order 1."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = model_class(config_class(**given)).eval().requires_grad_(False)
+        model = model_class(config).eval().requires_grad_(False)
     attention_layers = find_modules(model, HybridSpec.from_config(model.config)).attention
     loud = tuple(name + ".o_proj" for name, module in model.named_modules() if module in attention_layers)
     generator = torch.Generator().manual_seed(7)
@@ -118,6 +127,25 @@ def tiny_model(family: str = "qwen3_5", **options: Any) -> Any:
         if family.startswith("qwen3"):
             layer.q_proj.bias.view(-1, 2, layer.head_dim)[:, 1] += shift  # type: ignore[union-attr, operator]
     return model
+
+
+#: Tokens that stand for pictures, beyond the ids of `text_ids`.
+IMAGE, VIDEO, VISION_START, VISION_END = 120, 121, 122, 123
+MULTIMODAL = {
+    "qwen3_5": (Qwen3_5ForConditionalGeneration, Qwen3_5Config),
+    "qwen3_5_moe": (Qwen3_5MoeForConditionalGeneration, Qwen3_5MoeConfig),
+}
+
+
+def tiny_multimodal(family: str = "qwen3_5") -> Any:
+    """The text model of `tiny_model` with a random vision tower: patches of 4 x 4 pixels, four patches to a token."""
+    model_class, config_class = MULTIMODAL[family]
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 4}
+    vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 64, "num_position_embeddings": 64}
+    tokens = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+    tokens |= {"vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END}
+    text = tiny_model(family).config.to_dict()
+    return randomised(model_class, config_class(text_config=text, vision_config=vision, **tokens), family)
 
 
 @pytest.fixture(scope="session", params=FAMILIES)

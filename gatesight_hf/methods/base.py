@@ -28,6 +28,11 @@ class Row:
         return self.prefill.lengths[self.index]
 
     @property
+    def next_position(self) -> int:
+        """Of the token after the row."""
+        return self.length if self.prefill.next_positions is None else self.prefill.next_positions[self.index]
+
+    @property
     def spec(self) -> HybridSpec:
         return self.prefill.spec
 

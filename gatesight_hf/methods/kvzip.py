@@ -63,7 +63,9 @@ class KVzip:
 
     def score(self, prefill: Prefill) -> list[Tensor]:
         if prefill.ids is None or prefill.fork is None:
-            raise CacheStateError("KVzip repeats the context by its token ids, but the cache was given embeddings.")
+            raise CacheStateError(
+                "KVzip repeats the context by its token ids, but the cache was given embeddings, or images or videos."
+            )
         scores = [keys.new_zeros(keys.shape[:3], dtype=torch.float32) for keys in prefill.keys]
         slots = prefill.ids.shape[1]
         for row, length in enumerate(prefill.lengths):

@@ -93,7 +93,7 @@ class ExpectedAttention(RowScorer):
         if length <= sinks:
             return protect(keys.new_zeros(heads, length), first=length)
         mean, covariance = row.query_moments(ordinal)
-        positions = torch.arange(length, length + self.future, device=keys.device)
+        positions = torch.arange(row.next_position, row.next_position + self.future, device=keys.device)
         cos, sin = (table.mean(0) for table in row.rotary(positions))
         mean = apply_rotary(mean, cos, sin)
         covariance = apply_rotary(apply_rotary(covariance, cos, sin).transpose(-1, -2), cos, sin)
