@@ -269,20 +269,22 @@ def test_ragged_rows_of_images_and_text_equal_rows_alone(model: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}])
-def test_beams_and_several_sequences(model: Any, options: dict[str, Any]) -> None:
-    """As from a plain cache that keeps everything."""
-    question = {"input_ids": text_ids(4, 81), "max_new_tokens": 5, **options}
-    cache = cached(model, PICTURE, kept_fraction=1.0)
+def test_beams_and_several_sequences(model: Any, plain: Any, options: dict[str, Any]) -> None:
+    """The oracle gives the returned tokens the logits, or the best beam the score, that they were chosen by."""
+    cache = cached(model, PICTURE, kept_fraction=0.5)
     cache.compact()
     cached(model, PICTURES)
-    torch.manual_seed(1)
-    found = model.generate(**question, **cache_kwargs(model, cache))
-    inputs = PICTURE.inputs
-    ids = torch.cat([inputs.pop("input_ids"), question.pop("input_ids")], dim=1)
-    inputs["mm_token_type_ids"] = (ids == IMAGE).int()
-    torch.manual_seed(1)
-    expected = model.generate(input_ids=ids, **inputs, **question)
-    assert torch.equal(found[:, -5:], expected[:, -5:])
+    question = text_ids(4, 81)
+    given = {"max_new_tokens": 5, "return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+    found = model.generate(question, **given, **{"do_sample": False, **options}, **cache_kwargs(model, cache.fork()))
+    for r, tokens in enumerate(found.sequences[:, 4:]):
+        with fresh(plain, PICTURE, evicted_of(cache, 0, PICTURE.ids.shape[1])) as full:
+            logits = run(plain, full, input_ids=torch.cat([question, tokens[None, :-1]], dim=1))[0, -5:]
+        if "num_beams" in options:
+            chosen = logits.log_softmax(-1).gather(1, tokens[:, None])
+            assert_same(found.sequences_scores[r], chosen.mean())
+        else:
+            assert_same(torch.stack([step[r] for step in found.logits]), logits)
 
 
 @pytest.mark.parametrize("scorer", [SnapKV(window=8), ExpectedAttention(future=16)], ids=lambda s: type(s).__name__)
