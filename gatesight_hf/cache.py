@@ -33,10 +33,10 @@ class GateSightCache(CallFollower):
         model (`PreTrainedModel`): The hybrid model; hooks are attached to it once (`gatesight_hf.signals.attach`).
         kept_fraction (`float`): Share of KV entries outside the protected prefix that stays, in (0, 1].
         protected_prefix (`int`): First tokens of each row that always stay and are not counted.
-        allocation (`str`): How layers share the budget: `gate` (mean output gate), `flat` or `pyramid`; `score`: in
-            proportion to how many of a layer's entries are among the best of all layers; or `global`: entries of all
-            layers and heads compete by their scores, as in KVzip, and layers are filled up to their fullest head, so
-            that less memory is freed than entries are evicted.
+        allocation (`str`): How layers share the budget: `gate` (mean output gate; without output gates as `flat`, and a
+            warning says so), `flat` or `pyramid`; `score`: in proportion to how many of a layer's entries are among the
+            best of all layers; or `global`: entries of all layers and heads compete by their scores, as in KVzip, and
+            layers are filled up to their fullest head, so that less memory is freed than entries are evicted.
         block_size (`int`): Round each layer's entries up to whole blocks, as paged engines do.
         gate_exponent (`float`): Power of the mean output gate in `gate` shares.
 
@@ -323,7 +323,7 @@ def _possible(options: CompactionOptions, spec: HybridSpec) -> CompactionOptions
     warnings.warn(
         f"{spec.model_type} has no output gates to share the budget by: its attention layers share it equally, as with "
         "allocation='flat'.",
-        stacklevel=2,  # a place of our own, so that Python shows it once
+        stacklevel=1,  # a place of our own, so that Python shows it once
     )
     return replace(options, allocation="flat")
 

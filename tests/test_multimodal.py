@@ -19,6 +19,7 @@ from gatesight_hf.signals import attach
 from .conftest import (
     IMAGE,
     MULTIMODAL,
+    VIDEO,
     VISION_END,
     VISION_START,
     Oracle,
@@ -41,18 +42,19 @@ def text_ids(length: int, seed: int) -> Tensor:
 
 @dataclass
 class Prompt:
-    """Text with images of the given grids, and what the model's processor would make of it."""
+    """Text with images of the given grids, or frames of a video, and what the model's processor would make of it."""
 
     before: int
     grids: tuple[tuple[int, int], ...]
     after: int
     seed: int = 0
+    token: int = IMAGE
 
     @property
     def ids(self) -> Tensor:
         parts = [text_ids(self.before, self.seed)]
         for k, (height, width) in enumerate(self.grids):
-            image = [VISION_START, *[IMAGE] * (height * width // 4), VISION_END]
+            image = [VISION_START, *[self.token] * (height * width // 4), VISION_END]
             parts += [torch.tensor([image]), text_ids(self.after, self.seed + 10 + k)]
         return torch.cat(parts, dim=1)
 
@@ -62,9 +64,14 @@ class Prompt:
         if self.grids:
             patches = sum(height * width for height, width in self.grids)
             generator = torch.Generator().manual_seed(self.seed)
-            given["pixel_values"] = torch.randn(patches, 3 * 2 * 4 * 4, generator=generator)
-            given["image_grid_thw"] = torch.tensor([[1, height, width] for height, width in self.grids])
-            given["mm_token_type_ids"] = (self.ids == IMAGE).int()
+            pixels = torch.randn(patches, 3 * 2 * 4 * 4, generator=generator)
+            if self.token == VIDEO:
+                given["pixel_values_videos"] = pixels
+                given["video_grid_thw"] = torch.tensor([[len(self.grids), *self.grids[0]]])
+            else:
+                given["pixel_values"] = pixels
+                given["image_grid_thw"] = torch.tensor([[1, height, width] for height, width in self.grids])
+            given["mm_token_type_ids"] = (self.ids == IMAGE).int() + 2 * (self.ids == VIDEO).int()
         return given
 
     @property
@@ -73,7 +80,7 @@ class Prompt:
         places: list[tuple[int, int, int]] = []
         position, images, ids = 0, iter(self.grids), self.ids[0].tolist()
         while len(places) < len(ids):
-            if ids[len(places)] == IMAGE:
+            if ids[len(places)] in (IMAGE, VIDEO):
                 height, width = (side // 2 for side in next(images))
                 places += [(position, position + y, position + x) for y in range(height) for x in range(width)]
                 position += max(height, width)
@@ -86,7 +93,8 @@ class Prompt:
 PICTURE = Prompt(before=9, grids=((4, 8),), after=14)
 PICTURES = Prompt(before=3, grids=((8, 4), (4, 4)), after=11, seed=3)
 TEXT = Prompt(before=31, grids=(), after=0, seed=5)
-PROMPTS = {"image": PICTURE, "two images": PICTURES, "text": TEXT}
+MOVIE = Prompt(before=4, grids=((4, 8), (4, 8)), after=6, seed=6, token=VIDEO)
+PROMPTS = {"image": PICTURE, "two images": PICTURES, "video": MOVIE, "text": TEXT}
 
 
 @pytest.fixture(scope="module", params=MULTIMODAL)
@@ -191,6 +199,14 @@ def test_generate_equals_the_oracle(model: Any, plain: Any, prompt: Prompt, whol
     with fresh(plain, prompt, evicted_of(cache, 0, prompt.ids.shape[1])) as full:
         expected = [run(plain, full, input_ids=part) for part in (question, *tokens[:, :-1].split(1, dim=1))]
     assert_same(logits, torch.cat([part[:, -1:] for part in expected], dim=1))
+
+
+@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
+def test_positions_are_those_of_the_rule(model: Any, prompt: Prompt) -> None:
+    with positions_seen(model) as seen:
+        cache = cached(model, prompt)
+    assert torch.equal(seen[0][:, 0], prompt.positions)
+    assert cache.prefill().next_positions == [int(prompt.positions.max()) + 1]
 
 
 def test_positions_are_those_of_the_rule_in_every_chunk_and_for_every_child(model: Any) -> None:
