@@ -141,15 +141,14 @@ class GateSightCache(CallFollower):
         self._recover()
         if self.get_seq_length() == 0:
             raise CacheStateError("Nothing to compact: run the model on the context with this cache first.")
-        lengths, deltas = self._lengths(), self._rope_deltas
+        lengths, ahead = self._lengths(), [] if self._rope_deltas is None else self._rope_deltas.tolist()
+        following = [n + d for n, d in zip(lengths, ahead, strict=True)] if ahead else lengths
         keys = [layer.keys for layer in self.attention_layers]
         values = [layer.values for layer in self.attention_layers]
         return Prefill(
             spec=self.spec,
             lengths=lengths,
-            next_positions=lengths
-            if deltas is None
-            else [n + d for n, d in zip(lengths, deltas.tolist(), strict=True)],
+            next_positions=following,
             signals=self._recording.signals,
             keys=keys,  # type: ignore[arg-type]
             values=values,  # type: ignore[arg-type]

@@ -292,10 +292,15 @@ class CallFollower(Cache, SignalSink):
             raise ValueError("use_cache=False with a cache: leave one of them out.")
         ids = inputs if inputs is not None else arguments.get("input_ids")
         mask, seen = arguments.get("attention_mask"), self.get_seq_length()
-        if ids is None or arguments.get("inputs_embeds") is not None or seen == 0:
+        core = core_of(model, find_modules(model, self.spec).decoder)
+        embedded = arguments.get("inputs_embeds") is not None
+        if core is not None and embedded and seen and arguments.get("position_ids") is None:
+            raise ValueError(
+                "A multimodal model goes on from a cache by input_ids; with inputs_embeds pass position_ids too."
+            )
+        if ids is None or embedded or seen == 0:
             return arguments
         arguments = without_restarting_chunks(model, arguments)
-        core = core_of(model, find_modules(model, self.spec).decoder)
         if mask is not None and mask.shape[1] == seen + ids.shape[1]:
             return self._with_positions(core, ids, arguments)
         if mask is not None and mask.shape[1] != ids.shape[1]:

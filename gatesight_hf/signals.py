@@ -260,11 +260,6 @@ class SignalHooks:
         if any(covered is model for covered in self._covered):
             return
         core = core_of(model, self._decoder)
-        if core is None and model.config.get_text_config(decoder=True) is not model.config:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} is configured as a multimodal model, but no module in it joins the text model "
-                "to a vision tower and numbers their positions."
-            )
         if core is not None and not any(covered is core for covered in self._cores):
             self._cores.append(core)
             self._handles.append(core.register_forward_pre_hook(_before_core, with_kwargs=True))
@@ -303,9 +298,14 @@ def attach(model: Any) -> SignalHooks:
     """Put the hooks on a model, or return those that are on its decoder already, perhaps through another wrapper.
 
     Raises:
-        UnsupportedModelError: The model is no hybrid of a known family.
+        UnsupportedModelError: The model is no hybrid of a known family, or multimodal only by its configuration.
     """
     modules = find_modules(model, HybridSpec.from_config(model.config))
+    if model.config.model_type in adapter_for(model.config).multimodal_types and not core_of(model, modules.decoder):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is configured as a multimodal model, but no module in it joins the text model to "
+            "a vision tower and numbers their positions."
+        )
     held: Any = vars(modules.decoder).get("_gatesight_hooks")
     hooks: SignalHooks = SignalHooks(modules, adapter_for(model.config)) if held is None else held
     hooks.cover(model)

@@ -40,9 +40,10 @@ def entry_utilities(queries: Tensor, keys: Tensor, values: Tensor, context: int,
     utilities = keys.new_zeros((heads, context), dtype=torch.float64)
     slot = torch.arange(length, device=keys.device)
     for head in range(heads):
-        # [1 or groups, T, D]
+        # [T, D], or [groups, T, D] where query heads read values of their own
         key, value = keys[head].float(), values.unflatten(0, (heads, -1))[head].double()
-        rated = value[:, :context]
+        value = value[0] if len(value) == 1 else value
+        rated = value[..., :context, :]
         for start in range(0, count, QUERIES_PER_CHUNK):
             stop = min(count, start + QUERIES_PER_CHUNK)
             query = queries[start:stop, head * groups : (head + 1) * groups].float()
@@ -52,7 +53,7 @@ def entry_utilities(queries: Tensor, keys: Tensor, values: Tensor, context: int,
             weights = logits.double().softmax(-1)
             outputs = weights @ value
             distance = (
-                rated.square().sum(-1).unsqueeze(1) - 2 * outputs @ rated.mT + outputs.square().sum(-1, keepdim=True)
+                rated.square().sum(-1).unsqueeze(-2) - 2 * outputs @ rated.mT + outputs.square().sum(-1, keepdim=True)
             ).clamp_min(0)
             # Where one entry takes nearly all attention, o is nearly its value: only the difference itself has digits.
             top = weights.argmax(-1, keepdim=True)

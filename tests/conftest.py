@@ -123,7 +123,7 @@ def randomised(model_class: Any, config: Any, family: str) -> Any:
         else:
             gain = O_PROJ_GAIN if name.startswith(loud) or "forget_gate" in name else GAIN
             parameter.copy_(gain * noise * parameter.shape[-1] ** -0.5)
-    for shift, layer in zip((-1.5, 1.0), attention_layers, strict=True):
+    for shift, layer in zip((-1.5, 1.0), attention_layers, strict=False):
         if family.startswith("qwen3"):
             layer.q_proj.bias.view(-1, 2, layer.head_dim)[:, 1] += shift  # type: ignore[union-attr, operator]
     return model

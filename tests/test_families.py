@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import KimiLinearConfig, OlmoHybridConfig, Qwen3_5TextConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import gatesight_kernels as kernels
 from gatesight_hf import Estimator, EstimatorConfig, GateSightCache, UnsupportedModelError, reference
 from gatesight_hf.hybrid import HybridSpec, find_modules
 from gatesight_hf.layers import LatentAttentionLayer
@@ -81,6 +82,14 @@ def test_beams_equal_the_oracle(any_model: Any, any_plain: Any) -> None:
     with Oracle(any_plain, evicted_of(cache, 0, LENGTH)) as oracle:
         logits = oracle.logits(ids, torch.cat([QUESTION, tokens[:, :-1]], dim=1))[0, -4:]
     assert_same(found.sequences_scores[0], logits.log_softmax(-1).gather(1, tokens[0, :, None]).mean())
+
+
+@pytest.mark.parametrize("allocation", ["pyramid", "score", "global"])
+def test_other_budgets_equal_the_oracle(any_model: Any, any_plain: Any, allocation: str) -> None:
+    ids = random_ids(LENGTH)
+    cache = compacted(any_model, ids, kept_fraction=0.4, allocation=allocation)
+    with Oracle(any_plain, evicted_of(cache, 0, LENGTH)) as oracle:
+        assert_same(forward(any_model, QUESTION, cache), oracle.logits(ids, QUESTION))
 
 
 @pytest.mark.parametrize(
@@ -241,6 +250,14 @@ def test_a_latent_is_held_once_and_freed(family: str) -> None:
     report = cache.compact()
     assert report.kv_bytes == 2 * sum(report.physical_lengths) * bytes_per_entry
     assert report.kv_bytes_before == 2 * 2 * LENGTH * bytes_per_entry
+
+
+@pytest.mark.usefixtures("backend")
+def test_kernels_take_values_without_channels_and_one_gate_a_head(device: str) -> None:
+    indices = torch.tensor([0, 2, 5], device=device).expand(2, 1, -1)
+    assert kernels.compact_rows(torch.empty(2, 1, 7, 0, device=device), indices).shape == (2, 1, 3, 0)
+    gate = torch.randn(2, 5, 6, device=device).unsqueeze(-1)
+    assert_same(kernels.gate_means(gate), gate.sigmoid().mean((2, 3)))
 
 
 @pytest.mark.parametrize("family", [f for f in UNGATED + LATENT if f != "lara_mini"])

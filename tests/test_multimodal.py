@@ -378,6 +378,14 @@ def test_images_without_their_places_are_refused(model: Any) -> None:
     assert cache.get_seq_length() == 0
 
 
+def test_embeddings_that_go_on_are_refused_without_positions(model: Any) -> None:
+    cache = cached(model, PICTURE)
+    cache.compact()
+    embeddings = model.get_input_embeddings()(text_ids(3, 83))
+    with pytest.raises(ValueError, match="position_ids"):
+        model.generate(inputs_embeds=embeddings, attention_mask=torch.ones(1, 3), **cache_kwargs(model, cache))
+
+
 def test_an_estimator_of_the_text_model_fits_and_hooks_come_off(model: Any) -> None:
     text = tiny_model("qwen3_5" if model.config.model_type == "qwen3_5" else "qwen3_5_moe")
     assert HybridSpec.from_config(model.config) == HybridSpec.from_config(text.config)
@@ -398,6 +406,7 @@ def test_a_multimodal_config_without_such_a_model_is_refused(model: Any) -> None
     text.config = model.config
     with pytest.raises(UnsupportedModelError, match="joins the text model"):
         GateSightCache(RandomScorer(), text)
+    assert not any(module._forward_pre_hooks for module in text.modules())
 
 
 def test_ids_of_images_are_known(model: Any) -> None:
