@@ -3,19 +3,14 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .hybrid import FamilyAdapter
-
-#: Positions `[n]` -> cos and sin `[n, rotary channels]`, float32.
+#: Positions `[n]` -> cos and sin `[n, rotary channels]`, float32; no channels where nothing turns.
 RotaryTables = Callable[[Tensor], tuple[Tensor, Tensor]]
-
-#: Projections and norms of an attention layer whose outputs a view is made of.
-VIEWED = ("q_proj", "q_norm", "k_norm", "v_proj")
 
 
 def apply_rotary(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -32,9 +27,14 @@ def apply_rotary(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([rotary * cos + torch.cat([-second, first], dim=-1) * sin, passed], dim=-1)
 
 
-def rotary_tables(decoder: Any) -> RotaryTables:
-    """The rotary angles of a decoder, its scaling included, for text positions."""
-    return partial(_tables, decoder.rotary_emb)
+def rotary_tables(embedding: Any) -> RotaryTables:
+    """The rotary angles of a decoder's embedding, its scaling included, for text positions; of None, of no channels."""
+    return _no_tables if embedding is None else partial(_tables, embedding)
+
+
+def _no_tables(positions: Tensor) -> tuple[Tensor, Tensor]:
+    nothing = torch.empty((len(positions), 0), device=positions.device)
+    return nothing, nothing
 
 
 def _tables(embedding: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,41 +45,69 @@ def _tables(embedding: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
+class LatentMap:
+    """Multi-head latent attention (MLA, arXiv 2405.04434) as attention to the latents themselves.
+
+    A cached token is one latent of R channels, from which each head's key and value are projected, and P rotary key
+    channels that all heads share. A query that is folded through the key projection reads `[rotary | latent]` as its
+    one key, so that the layer has one KV head of P + R channels whose value is the latent.
+
+    Attributes:
+        project: The layer's `kv_b_proj`: R channels to keys and values of all heads, side by side by head.
+        rank: R.
+        key_channels: Of a head's projected key.
+        value_channels: Of a head's projected value.
+    """
+
+    project: Callable[[Tensor], Tensor]
+    rank: int
+    key_channels: int
+    value_channels: int
+
+    def _by_head(self, projected: Tensor) -> tuple[Tensor, ...]:
+        """`[..., heads · (key + value)]` -> keys and values `[..., heads, channels]`."""
+        channels = (self.key_channels, self.value_channels)
+        return projected.unflatten(-1, (-1, sum(channels))).split(channels, dim=-1)
+
+    def folded(self, queries: Tensor) -> Tensor:
+        """`[B, T, heads, key_channels + P]`, `[latent part | rotary part]`, -> `[B, T, heads, P + R]`."""
+        of_latent, rotary = queries[..., : self.key_channels], queries[..., self.key_channels :]
+        # Through the module, not its weight, which may be offloaded or quantised.
+        weight, _ = self._by_head(self.project(torch.eye(self.rank, dtype=queries.dtype, device=queries.device)))
+        return torch.cat([rotary, torch.einsum("bthk,rhk->bthr", of_latent, weight)], dim=-1)
+
+    def values(self, latents: Tensor) -> Tensor:
+        """`[1, T, R]` -> `[heads, T, value_channels]`."""
+        return self._by_head(self.project(latents[0]))[1].transpose(0, 1)
+
+
+@dataclass(frozen=True)
 class AttentionView:
     """One attention layer in one forward of T tokens; H KV heads, `heads` query heads, D channels, R of them rotary.
 
     Attributes:
         hidden: `[B, T, C]`, the layer's input (after the input norm).
-        queries_before_rope: `[B, T, heads, D]`, after the query norm.
+        own_queries: `[B, T, heads, D]`, after the query norm; those of MLA before they are folded.
         keys_before_rope: `[B, T, H, D]`, after the key norm.
         values: `[B, T, H, D]`.
-        gate: `[B, T, heads, D]`, logits of the output gate.
+        gate: `[B, T, heads, D or 1]`, logits of the output gate; None if the layer has none.
         cos, sin: `[B, T, R]`.
+        latent: How MLA reads its latents; None for other attention.
     """
 
     hidden: Tensor
-    queries_before_rope: Tensor
+    own_queries: Tensor
     keys_before_rope: Tensor
     values: Tensor
-    gate: Tensor
+    gate: Tensor | None
     cos: Tensor
     sin: Tensor
+    latent: LatentMap | None = None
 
-    @classmethod
-    def of(
-        cls, adapter: FamilyAdapter, layer: Any, kwargs: dict[str, Any], outputs: dict[str, Tensor]
-    ) -> "AttentionView":
-        """The view of a call of `layer` with `kwargs`, from the `outputs` of the modules in `VIEWED`."""
-        cos, sin = kwargs["position_embeddings"]
-        return cls(
-            hidden=kwargs["hidden_states"],
-            queries_before_rope=outputs["q_norm"],
-            keys_before_rope=outputs["k_norm"],
-            values=outputs["v_proj"].unflatten(-1, (-1, layer.head_dim)),
-            gate=adapter.output_gate(layer, outputs["q_proj"]),
-            cos=cos,
-            sin=sin,
-        )
+    @cached_property
+    def queries_before_rope(self) -> Tensor:
+        """`[B, T, heads, D]`, as the keys are read."""
+        return self.own_queries if self.latent is None else self.latent.folded(self.own_queries)
 
     @property
     def queries(self) -> Tensor:
@@ -90,3 +118,7 @@ class AttentionView:
     def keys(self) -> Tensor:
         """`[B, T, H, D]`, with RoPE."""
         return apply_rotary(self.keys_before_rope, self.cos.unsqueeze(2), self.sin.unsqueeze(2))
+
+    def read(self, values: Tensor) -> Tensor:
+        """What query heads read of cached values `[H, T, D]`: these, or in MLA `[heads, T, D']`, each head its own."""
+        return values if self.latent is None else self.latent.values(values)

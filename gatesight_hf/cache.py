@@ -1,5 +1,6 @@
 """GateSightCache: the life of one context. Prefill, compaction, forks, serving."""
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from .calls import CallFollower
 from .compaction import CompactionOptions, plan_compaction
 from .errors import CacheStateError
 from .estimator import Estimator
+from .families import adapter_for
 from .hybrid import HybridSpec, find_modules
-from .layers import GateSightAttentionLayer, GDNStateLayer
+from .layers import GDNStateLayer, SlidingAttentionLayer
 from .report import CacheReport, storage_bytes
 from .scoring import Prefill, Recorder, Scorer, Scores, checked_scores
 from .signals import attach
@@ -31,10 +33,10 @@ class GateSightCache(CallFollower):
         model (`PreTrainedModel`): The hybrid model; hooks are attached to it once (`gatesight_hf.signals.attach`).
         kept_fraction (`float`): Share of KV entries outside the protected prefix that stays, in (0, 1].
         protected_prefix (`int`): First tokens of each row that always stay and are not counted.
-        allocation (`str`): How layers share the budget: `gate` (mean output gate), `flat` or `pyramid`; `score`: in
-            proportion to how many of a layer's entries are among the best of all layers; or `global`: entries of all
-            layers and heads compete by their scores, as in KVzip, and layers are filled up to their fullest head, so
-            that less memory is freed than entries are evicted.
+        allocation (`str`): How layers share the budget: `gate` (mean output gate; without output gates as `flat`, and a
+            warning says so), `flat` or `pyramid`; `score`: in proportion to how many of a layer's entries are among the
+            best of all layers; or `global`: entries of all layers and heads compete by their scores, as in KVzip, and
+            layers are filled up to their fullest head, so that less memory is freed than entries are evicted.
         block_size (`int`): Round each layer's entries up to whole blocks, as paged engines do.
         gate_exponent (`float`): Power of the mean output gate in `gate` shares.
 
@@ -61,14 +63,15 @@ class GateSightCache(CallFollower):
         _check_scorer(scorer, spec)
         attach(model)
 
-        count = len(spec.gdn_layers) + len(spec.attention_layers)
-        super().__init__(
-            layers=[GDNStateLayer() if i in spec.gdn_layers else GateSightAttentionLayer() for i in range(count)]
-        )
+        adapter = adapter_for(spec)
+        layers: dict[int, Any] = {i: GDNStateLayer() for i in spec.gdn_layers}
+        layers |= {i: adapter.cache_layer() for i in spec.attention_layers}
+        layers |= {i: SlidingAttentionLayer(spec.sliding_window or 0) for i in spec.sliding_layers or ()}
+        super().__init__(layers=[layers[i] for i in sorted(layers)])
         self.spec = spec
         self.scorer = scorer
-        self.options = options
-        self._rotary = rotary_tables(find_modules(model, spec).decoder)
+        self.options = _possible(options, spec)
+        self._rotary = rotary_tables(adapter.rotary_embedding(find_modules(model, spec).decoder))
         self._clear()
 
     @classmethod
@@ -138,11 +141,14 @@ class GateSightCache(CallFollower):
         self._recover()
         if self.get_seq_length() == 0:
             raise CacheStateError("Nothing to compact: run the model on the context with this cache first.")
-        keys = [layer.tail_keys for layer in self.attention_layers]
-        values = [layer.tail_values for layer in self.attention_layers]
+        lengths, ahead = self._lengths(), [] if self._rope_deltas is None else self._rope_deltas.tolist()
+        following = [n + d for n, d in zip(lengths, ahead, strict=True)] if ahead else lengths
+        keys = [layer.keys for layer in self.attention_layers]
+        values = [layer.values for layer in self.attention_layers]
         return Prefill(
             spec=self.spec,
-            lengths=self._lengths(),
+            lengths=lengths,
+            next_positions=following,
             signals=self._recording.signals,
             keys=keys,  # type: ignore[arg-type]
             values=values,  # type: ignore[arg-type]
@@ -150,7 +156,7 @@ class GateSightCache(CallFollower):
             query_moments=self._recording.query_moments,
             hidden=self._recording.hidden,
             rotary=self._rotary,
-            ids=self._ids,
+            ids=None if self._pictures else self._ids,
             fork=lambda: self.fork(scorer=Recorder(), allocation="flat"),
         )
 
@@ -194,7 +200,7 @@ class GateSightCache(CallFollower):
             self._check_not_begun()
         if scorer is not None:
             self._check_recorded(scorer)
-        wanted = replace(self.options, **options)
+        wanted = _possible(replace(self.options, **options), self.spec)
         recorded = self._recording is not None and self.get_seq_length() > 0
         if recorded and wanted.allocation == "gate" != self.options.allocation and not self.report().gate_means:
             raise CacheStateError(
@@ -293,6 +299,7 @@ class GateSightCache(CallFollower):
 
         self._padding = None if self._padding is None else chosen(self._padding)
         self._ids = None if self._ids is None else chosen(self._ids)
+        self._rope_deltas = None if self._rope_deltas is None else chosen(self._rope_deltas)
         if self._plan is not None:
             self._plan = self._plan.map_rows(lambda table: [table[i] for i in rows.tolist()] if table else [])
         if self._recording is not None:
@@ -306,6 +313,18 @@ class GateSightCache(CallFollower):
 
     def activate_past_recording(self) -> None:
         self.gdn_layers[0].activate_past_recording()
+
+
+def _possible(options: CompactionOptions, spec: HybridSpec) -> CompactionOptions:
+    """The options; for a model without output gates with equal layer shares in place of `gate`, and a warning."""
+    if options.allocation != "gate" or adapter_for(spec).has_output_gate:
+        return options
+    warnings.warn(
+        f"{spec.model_type} has no output gates to share the budget by: its attention layers share it equally, as with "
+        "allocation='flat'.",
+        stacklevel=1,  # a place of our own, so that Python shows it once
+    )
+    return replace(options, allocation="flat")
 
 
 def _check_scorer(scorer: Scorer, spec: HybridSpec) -> None:

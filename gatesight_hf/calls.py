@@ -14,12 +14,16 @@ from ._compat import default_mask, without_restarting_chunks
 from .attention import AttentionView
 from .compaction import CompactionOptions, Plan
 from .errors import CacheStateError
-from .hybrid import HybridSpec
+from .hybrid import HybridSpec, find_modules
 from .inputs import are_new, positions_of, whole_padding
-from .layers import GateSightAttentionLayer, GDNStateLayer
+from .layers import GateSightAttentionLayer, GDNStateLayer, SlidingAttentionLayer
+from .multimodal import core_of, has_pictures, positions_on_axes, rope_deltas_after, without_seen_pictures
 from .recording import Recording
 from .scoring import Scorer
 from .signals import SignalSink
+
+#: What a forward changes besides layers; values are replaced, never written to, but for the recording, which is copied.
+_PER_FORWARD = ("_recording", "_plan", "_padding", "_ids", "_rope_deltas", "_pictures")
 
 
 class CallFollower(Cache, SignalSink):
@@ -37,10 +41,16 @@ class CallFollower(Cache, SignalSink):
         self._ids: Tensor | None = torch.empty((1, 0), dtype=torch.long)
         #: `[B, tokens seen]`, False at pads; None while no pad was seen.
         self._padding: Tensor | None = None
+        #: By row, how far positions are from numbers of tokens, `[B]`; None until pictures or their model say so.
+        self._rope_deltas: Tensor | None = None
+        #: Whether there are pictures among the tokens seen.
+        self._pictures = False
+        #: What a multimodal model was given for the forward of its text model that is coming.
+        self._coming: dict[str, Any] = {}
         #: Its columns of the forward under way, if there are pads among them.
         self._late_pads: Tensor | None = None
         #: State before the forward under way.
-        self._before: tuple[Any, ...] | None = None
+        self._before: tuple[list[dict[str, Any]], dict[str, Any]] | None = None
         #: Shown views of attention layers, see `watch_attention`.
         self._watcher: Callable[[int, AttentionView], None] | None = None
         self._begun = 0.0
@@ -63,7 +73,7 @@ class CallFollower(Cache, SignalSink):
         return [self.layers[i] for i in self.spec.gdn_layers]  # type: ignore[misc]
 
     @property
-    def _all_layers(self) -> list[GateSightAttentionLayer | GDNStateLayer]:
+    def _all_layers(self) -> list[GateSightAttentionLayer | GDNStateLayer | SlidingAttentionLayer]:
         return self.layers  # type: ignore[return-value]
 
     @property
@@ -146,6 +156,8 @@ class CallFollower(Cache, SignalSink):
         new = ids if ids is not None else embeds
         if new is None:
             raise ValueError("The decoder needs input_ids or inputs_embeds.")
+        coming, self._coming = self._coming, {}
+        ids = coming.get("input_ids") if ids is None else ids
         rows, length = new.shape[:2]
         if length == 0:
             raise CacheStateError(
@@ -156,12 +168,17 @@ class CallFollower(Cache, SignalSink):
         past = None if self._padding is None else self._padding.repeat_interleave(repeats, dim=0)
         padding = whole_padding(model_inputs.get("attention_mask"), past, rows, self.get_seq_length(), length)
 
-        recording = None if self._recording is None else self._recording.copy()
         states = [layer.snapshot() for layer in self._all_layers]
-        self._before = (states, recording, self._plan, self._padding, self._ids)
+        self._before = (states, {name: getattr(self, name) for name in _PER_FORWARD})
+        if self._recording is not None:
+            self._recording = self._recording.copy()
+        self._pictures = self._pictures or has_pictures(coming)
         if repeats > 1:
             self.batch_repeat_interleave(repeats)
         self._padding = padding
+        positions = model_inputs.get("position_ids")
+        if positions is not None and positions.ndim == 3:
+            self._rope_deltas = rope_deltas_after(positions, self._seen_with(rows, length).to(positions.device))
         if ids is None or self._ids is None:
             self._ids = None
         else:
@@ -176,6 +193,34 @@ class CallFollower(Cache, SignalSink):
         if model_inputs.get("position_ids") is None:
             model_inputs["position_ids"] = positions_of(padding, length)
         return model_inputs
+
+    def _seen_with(self, rows: int, length: int) -> Tensor:
+        """Tokens of each row with `length` coming ones, padding not counted, `[rows]`; the padding is known by now."""
+        if self._padding is None:
+            return torch.full((rows,), self.get_seq_length() + length)
+        return self._padding.sum(-1)
+
+    def begin_multimodal(self, core: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+        self._recover()
+        self._coming = inputs
+        if inputs.get("position_ids") is not None:
+            return inputs
+        return {**inputs, "position_ids": self._positions_on_axes(core, inputs)}
+
+    def end_multimodal(self) -> None:
+        self._coming = {}
+
+    def _positions_on_axes(self, core: Any, inputs: dict[str, Any]) -> Tensor:
+        """Positions `[3, B, T]` of new ids or embeddings behind everything seen."""
+        new = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
+        (rows, length), seen = new.shape[:2], self.get_seq_length()
+        repeats = self._repeats_for(rows)
+        past = None if self._padding is None else self._padding.repeat_interleave(repeats, dim=0)
+        padding = whole_padding(inputs.get("attention_mask"), past, rows, seen, length)
+        start = torch.full((rows,), seen) if padding is None else padding[:, :seen].sum(-1)
+        if self._rope_deltas is not None:
+            start = start.to(self._rope_deltas.device) + self._rope_deltas.repeat_interleave(repeats)
+        return positions_on_axes(core, inputs, start, None if padding is None else padding[:, -length:])
 
     def end_forward(self, completed: bool) -> None:
         if not completed:
@@ -192,7 +237,8 @@ class CallFollower(Cache, SignalSink):
     def _recover(self) -> None:
         """Undo a forward that did not end (an error, or an interrupt that no hook sees)."""
         if self._before is not None:
-            states, self._recording, self._plan, self._padding, self._ids = self._before
+            states, others = self._before
+            vars(self).update(others)
             for layer, state in zip(self._all_layers, states, strict=True):
                 layer.restore(state)
             self._before = None
@@ -246,21 +292,37 @@ class CallFollower(Cache, SignalSink):
             raise ValueError("use_cache=False with a cache: leave one of them out.")
         ids = inputs if inputs is not None else arguments.get("input_ids")
         mask, seen = arguments.get("attention_mask"), self.get_seq_length()
-        if ids is None or arguments.get("inputs_embeds") is not None or seen == 0:
+        core = core_of(model, find_modules(model, self.spec).decoder)
+        embedded = arguments.get("inputs_embeds") is not None
+        if core is not None and embedded and seen and arguments.get("position_ids") is None:
+            raise ValueError(
+                "A multimodal model goes on from a cache by input_ids; with inputs_embeds pass position_ids too."
+            )
+        if ids is None or embedded or seen == 0:
             return arguments
         arguments = without_restarting_chunks(model, arguments)
         if mask is not None and mask.shape[1] == seen + ids.shape[1]:
-            return arguments
+            return self._with_positions(core, ids, arguments)
         if mask is not None and mask.shape[1] != ids.shape[1]:
             raise ValueError(
                 f"attention_mask covers {mask.shape[1]} tokens; the cache has seen {seen}, given {ids.shape[1]}: "
                 f"pass a mask of {ids.shape[1]} (all tokens given) or {seen + ids.shape[1]}."
             )
         if not are_new(ids, self._ids, seen):
-            return arguments
+            if core is not None:
+                arguments = without_seen_pictures(arguments, seen)
+            return self._with_positions(core, ids[:, seen:], arguments)
         # `generate` takes the ids for new ones only if its mask covers everything seen as well.
         late = mask if mask is not None else default_mask(model, ids, arguments)
         early = torch.ones((len(ids), seen), dtype=late.dtype, device=late.device)
         if self._padding is not None:
             early = self._padding.to(late).repeat_interleave(self._repeats_for(len(ids)), dim=0)
-        return {**arguments, "attention_mask": torch.cat([early, late], dim=1)}
+        return self._with_positions(core, ids, {**arguments, "attention_mask": torch.cat([early, late], dim=1)})
+
+    def _with_positions(self, core: Any, new: Tensor, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of a `generate` with positions, where a multimodal model would number them by its last document."""
+        if core is None or arguments.get("position_ids") is not None:
+            return arguments
+        positions = self._positions_on_axes(core, {**arguments, "input_ids": new})
+        # As long as everything seen and new: only the last ones are read.
+        return {**arguments, "position_ids": torch.nn.functional.pad(positions, (self.get_seq_length(), 0))}

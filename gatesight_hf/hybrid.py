@@ -1,19 +1,18 @@
 """What the library knows about a model: where its Gated-DeltaNet and attention layers are and how to read them.
 
 Everything else works on *attention ordinals* j = 0 … L-1 and *GDN ordinals* i = 0 … M-1, never on absolute layer
-indices. One small adapter per family knows the names of the projections.
+indices. One small adapter per family (`families`) knows the names of the projections.
 """
 
 import hashlib
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from .errors import UnsupportedModelError
+from .families import adapter_for
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,9 @@ class HybridSpec:
         num_key_heads: Key heads of a GDN layer.
         value_head_dim: Channels of a GDN value head.
         key_head_dim: Channels of a GDN key head.
+        logit_scale: Of attention logits; None for head_dim ** -0.5.
+        sliding_layers: Absolute indices of sliding-window layers, whose bounded caches are left alone.
+        sliding_window: Tokens that they see.
     """
 
     model_type: str
@@ -43,56 +45,57 @@ class HybridSpec:
     num_key_heads: int
     value_head_dim: int
     key_head_dim: int
+    logit_scale: float | None = None
+    sliding_layers: tuple[int, ...] | None = None
+    sliding_window: int | None = None
 
     @classmethod
     def from_config(cls, config: Any) -> "HybridSpec":
-        """Read the layout of a text model's `PretrainedConfig`.
+        """Read the layout of a `PretrainedConfig`; of a multimodal model, that of the text model inside it.
 
         Raises:
-            UnsupportedModelError: A multimodal model, no adapter for the family, a layer type that is neither GDN nor
-                full attention, or no GDN layer below some attention layer.
+            UnsupportedModelError: No adapter for the family, a layer type that is neither GDN nor full attention, or no
+                GDN layer below some attention layer.
         """
-        if config.get_text_config(decoder=True) is not config:
+        adapter, text = adapter_for(config), config.get_text_config(decoder=True)
+        if text.hidden_act not in ("silu", "swish"):
             raise UnsupportedModelError(
-                f"{config.model_type} is a multimodal model, which keeps positions of its own outside the cache. Load "
-                "its text model alone, for example with AutoModelForCausalLM."
-            )
-        adapter_for(config)
-        if config.hidden_act not in ("silu", "swish"):
-            raise UnsupportedModelError(
-                f"{config.model_type} with hidden_act={config.hidden_act!r}: write magnitudes are those of values "
+                f"{text.model_type} with hidden_act={text.hidden_act!r}: write magnitudes are those of values "
                 "after SiLU, which all published models of these families have."
             )
-        types = list(config.layer_types)
-        unknown = sorted(set(types) - {"linear_attention", "full_attention"})
+        types = list(text.layer_types)
+        gdn, attention, sliding = (
+            tuple(i for i, kind in enumerate(types) if kind == wanted)
+            for wanted in ("linear_attention", "full_attention", "sliding_attention")
+        )
+        known = {"linear_attention", "full_attention"} | ({"sliding_attention"} if adapter.allows_sliding else set())
+        unknown = sorted(set(types) - known)
         if unknown:
             raise UnsupportedModelError(
-                f"{config.model_type}: layer types {unknown} are neither 'linear_attention' nor 'full_attention'."
+                f"{text.model_type}: layer types {unknown} are neither 'linear_attention' nor 'full_attention'."
             )
-        gdn = tuple(i for i, kind in enumerate(types) if kind == "linear_attention")
-        attention = tuple(i for i, kind in enumerate(types) if kind == "full_attention")
         if not gdn or not attention or gdn[0] > attention[0]:
             raise UnsupportedModelError(
-                f"{config.model_type}: GateSight scores the KV entries of an attention layer from the GDN layers below "
+                f"{text.model_type}: GateSight scores the KV entries of an attention layer from the GDN layers below "
                 f"it, but this model has {len(gdn)} GDN and {len(attention)} full-attention layers in the order "
                 f"{[kind.split('_')[0] for kind in types[:8]]}…. Use a hybrid such as Qwen3.5 or Qwen3-Next."
             )
         return cls(
-            model_type=config.model_type,
+            model_type=text.model_type,
             gdn_layers=gdn,
             attention_layers=attention,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            num_value_heads=config.linear_num_value_heads,
-            num_key_heads=config.linear_num_key_heads,
-            value_head_dim=config.linear_value_head_dim,
-            key_head_dim=config.linear_key_head_dim,
+            **adapter.sizes(text),
+            **({"sliding_layers": sliding, "sliding_window": text.sliding_window} if sliding else {}),
         )
 
     @property
     def num_attention_layers(self) -> int:
         return len(self.attention_layers)
+
+    @property
+    def scale(self) -> float:
+        """Of attention logits."""
+        return self.head_dim**-0.5 if self.logit_scale is None else self.logit_scale
 
     def gdn_below(self, ordinal: int, window: int) -> tuple[int, ...]:
         """GDN ordinals of the up to `window` nearest GDN layers below attention ordinal `ordinal`, ascending."""
@@ -104,7 +107,9 @@ class HybridSpec:
     @property
     def fingerprint(self) -> str:
         """16 hex digits that change with anything an estimator depends on."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        # What a family does not have is left out, so that a later attribute leaves the fingerprints of others alone.
+        said = {name: value for name, value in asdict(self).items() if value is not None}
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
     def describe(self) -> str:
         """One line for error messages."""
@@ -113,81 +118,6 @@ class HybridSpec:
             f"{len(self.attention_layers)} attention layers of {self.num_key_value_heads} KV heads "
             f"(layout {self.fingerprint})"
         )
-
-
-class FamilyAdapter(ABC):
-    """Names and shapes of one family's projections.
-
-    `projections` lists the linear layers of a GDN layer whose outputs hold b, a and the values before their short
-    convolution; the methods take these outputs apart.
-    """
-
-    model_types: ClassVar[tuple[str, ...]] = ()
-    projections: ClassVar[tuple[str, ...]] = ()
-
-    @abstractmethod
-    def b_and_a(self, layer: Any, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Logit of β and input of g, each `[B, T, HV]`."""
-
-    @abstractmethod
-    def values(self, layer: Any, outputs: Mapping[str, Tensor]) -> Tensor:
-        """Values before the short convolution, `[B, T, G, C]`: HV · value_head_dim channels in G groups, not copied."""
-
-    def output_gate(self, attention: Any, q_proj: Tensor) -> Tensor:
-        """Logits of the output gate, `[B, T, heads, head_dim]`, from the output of `q_proj`.
-
-        Both families interleave query and gate by head: `[q | gate]` of each head side by side.
-        """
-        return q_proj.unflatten(-1, (-1, 2, attention.head_dim))[..., 1, :]
-
-
-class Qwen35Adapter(FamilyAdapter):
-    """Qwen3.5, 3.6, 3.8 (dense and MoE): separate projections for qkv, b and a."""
-
-    model_types = ("qwen3_5_text", "qwen3_5_moe_text")
-    projections = ("in_proj_qkv", "in_proj_b", "in_proj_a")
-
-    def b_and_a(self, layer: Any, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return outputs["in_proj_b"], outputs["in_proj_a"]
-
-    def values(self, layer: Any, outputs: Mapping[str, Tensor]) -> Tensor:
-        return outputs["in_proj_qkv"][..., 2 * layer.key_dim :].unsqueeze(2)
-
-
-class Qwen3NextAdapter(FamilyAdapter):
-    """Qwen3-Next: projections fused and grouped by key head, `[q | k | v | z]` and `[b | a]` per key head."""
-
-    model_types = ("qwen3_next",)
-    projections = ("in_proj_qkvz", "in_proj_ba")
-
-    def b_and_a(self, layer: Any, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        b, a = outputs["in_proj_ba"].unflatten(-1, (layer.num_k_heads, 2, -1)).unbind(-2)
-        return b.flatten(-2), a.flatten(-2)
-
-    def values(self, layer: Any, outputs: Mapping[str, Tensor]) -> Tensor:
-        per_key_head = layer.value_dim // layer.num_k_heads
-        grouped = outputs["in_proj_qkvz"].unflatten(-1, (layer.num_k_heads, -1))
-        start = 2 * layer.head_k_dim
-        return grouped[..., start : start + per_key_head]
-
-
-ADAPTERS: tuple[FamilyAdapter, ...] = (Qwen35Adapter(), Qwen3NextAdapter())
-
-
-def adapter_for(config: Any) -> FamilyAdapter:
-    """The adapter of a text configuration's family.
-
-    Raises:
-        UnsupportedModelError: No adapter knows `config.model_type`.
-    """
-    for adapter in ADAPTERS:
-        if config.model_type in adapter.model_types:
-            return adapter
-    known = ", ".join(name for adapter in ADAPTERS for name in adapter.model_types)
-    raise UnsupportedModelError(
-        f"GateSight needs a hybrid of Gated-DeltaNet and full-attention layers; model type {config.model_type!r} is "
-        f"not one it knows ({known})."
-    )
 
 
 @dataclass(frozen=True)
@@ -205,11 +135,12 @@ def find_modules(model: nn.Module, spec: HybridSpec) -> HybridModules:
     Raises:
         UnsupportedModelError: No submodule has a list `layers` with the mixers that the configuration promises.
     """
+    gdn_name = adapter_for(spec).gdn_name
     for module in model.modules():
         layers = getattr(module, "layers", None)
         if not isinstance(layers, nn.ModuleList) or len(layers) <= max(spec.gdn_layers + spec.attention_layers):
             continue
-        gdn = [getattr(layers[i], "linear_attn", None) for i in spec.gdn_layers]
+        gdn = [getattr(layers[i], gdn_name, None) for i in spec.gdn_layers]
         attention = [getattr(layers[i], "self_attn", None) for i in spec.attention_layers]
         if None not in gdn and None not in attention:
             return HybridModules(module, tuple(gdn), tuple(attention))  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from gatesight_kernels import compact_rows
 
@@ -165,7 +165,7 @@ class GateSightAttentionLayer(CacheLayerMixin):
 
     def fork(self) -> "GateSightAttentionLayer":
         """A layer that shares all entries and appends to a tail of its own."""
-        child = GateSightAttentionLayer()
+        child = type(self)()
         child.restore(self.snapshot())
         return child
 
@@ -215,6 +215,48 @@ class GateSightAttentionLayer(CacheLayerMixin):
         if implementation == "sdpa":
             return mask
         return torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+class LatentAttentionLayer(GateSightAttentionLayer):
+    """Entries of multi-head latent attention, which caches a latent and the rotary channels that its heads share.
+
+    Both are one entry of one KV head: its key is `[rotary | latent]`, its value is the latent, a view of the key, so
+    that nothing is held or moved twice. `tail_values` and `kept_values` have no channels.
+    """
+
+    def _clear(self) -> None:
+        super()._clear()
+        #: Rotary channels of a key.
+        self.rotary = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append latents `[B, 1, t, R]` and rotary channels `[B, 1, t, P]`; returns all held ones."""
+        self.rotary = value_states.shape[-1]
+        keys, _ = super().update(torch.cat([value_states, key_states], dim=-1), value_states[..., :0])
+        return keys[..., self.rotary :], keys[..., : self.rotary]
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """All held latents `[B, 1, N + t, R]`."""
+        keys = self.keys
+        return None if keys is None else keys[..., self.rotary :]
+
+
+class SlidingAttentionLayer(DynamicSlidingWindowLayer):
+    """Entries of a sliding-window layer, whose size is bounded: never compacted, with forks and rollback."""
+
+    def snapshot(self) -> dict[str, Any]:
+        """The layer's state by reference: free, since tensors are replaced and never written to."""
+        return dict(vars(self))
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        vars(self).update(snapshot)
+
+    def fork(self) -> "SlidingAttentionLayer":
+        """A layer that shares the entries and appends to a window of its own."""
+        child = SlidingAttentionLayer(self.sliding_window)
+        child.restore(self.snapshot())
+        return child
 
 
 class GDNStateLayer(LinearAttentionLayer):

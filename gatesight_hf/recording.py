@@ -99,6 +99,8 @@ class Recording:
             self._add_queries(ordinal, view.queries.detach())
         if self._needs.query_moments:
             self._add_moments(ordinal, view.queries_before_rope.detach(), first, real)
+        if view.gate is None:
+            return
         per_token = gate_means(view.gate.detach())
         counted = torch.ones_like(per_token) if real is None else real[:, -per_token.shape[1] :].to(per_token.dtype)
         new = torch.stack([per_token * counted, counted], dim=-1).sum(1, dtype=torch.float64)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class CacheReport:
-    """A cache as it is now. Bytes are those of the tensors' own storages.
+    """A cache as it is now. Bytes are those of the tensors' own storages; sliding windows are not counted.
 
     Attributes:
         logical_length: Tokens seen, padding included.
@@ -17,7 +17,7 @@ class CacheReport:
         kept_per_layer: Per row and attention layer, context entries kept per head; empty before compaction.
         kept_fraction: Kept share of the evictable entries that was asked for.
         achieved_fraction: The share that was kept, protected prefix not counted; None before compaction.
-        gate_means: Per row and attention layer, mean of sigmoid(output gate); empty if not needed.
+        gate_means: Per row and attention layer, mean of sigmoid(output gate); empty if not needed or there is none.
         kv_bytes_before: Attention cache just before compaction; None before compaction.
         kv_bytes: Attention cache now. A fork counts the entries it shares with its parent too.
         gdn_bytes: Convolution and recurrent states now.

@@ -73,8 +73,9 @@ class Prefill:
         query_moments: Per attention ordinal.
         hidden: Per attention ordinal `[B, T, C]`.
         rotary: Angles of any positions.
-        ids: `[B, T]`; None where embeddings were given.
+        ids: `[B, T]`; None where embeddings were given, as of pictures.
         fork: An uncompacted child that goes on from the end of the context and records nothing, for replays.
+        next_positions: Of the token after each row; its length, unless pictures took fewer positions than tokens.
 
     `signals`, `queries`, `query_moments` and `hidden` are empty unless the scorer's `needs` name them.
     """
@@ -90,6 +91,7 @@ class Prefill:
     rotary: RotaryTables | None = None
     ids: Tensor | None = None
     fork: Callable[[], Any] | None = None
+    next_positions: list[int] | None = None
 
 
 @runtime_checkable

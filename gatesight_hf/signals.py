@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-import gatesight_kernels as kernels
-
 from ._compat import CACHE_ARGUMENTS, cache_argument, cache_of_call
-from .attention import VIEWED, AttentionView
-from .hybrid import FamilyAdapter, HybridModules, HybridSpec, adapter_for, find_modules
+from .attention import AttentionView
+from .errors import UnsupportedModelError
+from .families import FamilyAdapter, adapter_for
+from .hybrid import HybridModules, HybridSpec, find_modules
+from .multimodal import core_of
 
 
 class SignalSink(ABC):
@@ -37,6 +38,14 @@ class SignalSink(ABC):
     @abstractmethod
     def begin_forward(self, model_inputs: dict[str, Any]) -> dict[str, Any]:
         """Called before the decoder runs; returns its keyword arguments, completed."""
+
+    @abstractmethod
+    def begin_multimodal(self, core: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Called before a model that joins a vision tower to the decoder runs; returns its arguments, completed."""
+
+    @abstractmethod
+    def end_multimodal(self) -> None:
+        """Called after it ran, or failed."""
 
     @abstractmethod
     def end_forward(self, completed: bool) -> None:
@@ -93,30 +102,8 @@ _calls = _Calls()
 
 
 def gdn_signals(adapter: FamilyAdapter, layer: Any, outputs: dict[str, Tensor], context: Tensor | None) -> Tensor:
-    """β, g and ‖v‖ of one GDN layer from the outputs of its projections; `gatesight_kernels.gdn_signals` has the maths.
-
-    Args:
-        adapter: Of the model's family.
-        layer: The GDN module; its own parameters are read, so call this inside its forward.
-        outputs: Outputs of the projections that the adapter names, `[B, T, …]`.
-        context: Last inputs of the convolution before this chunk, `[B, channels, kernel]`, or None at the start.
-
-    Returns:
-        `[B, T, 3, HV]`, in the dtype of the projections.
-    """
-    b, a = adapter.b_and_a(layer, outputs)
-    first, left = 2 * layer.key_dim, layer.conv_kernel_size - 1
-    bias = layer.conv1d.bias
-    return kernels.gdn_signals(
-        b,
-        a,
-        adapter.values(layer, outputs),
-        layer.A_log,
-        layer.dt_bias,
-        layer.conv1d.weight[first:, 0],
-        None if bias is None else bias[first:],
-        None if context is None else context[:, first:, context.shape[-1] - left :],
-    )
+    """β, g and ‖v‖ of one GDN layer, `[B, T, 3, HV]`: see `FamilyAdapter.signals`."""
+    return adapter.signals(layer, outputs, context)
 
 
 # -- hooks: module-level functions, so that models with hooks can still be copied and pickled --------------------------
@@ -140,6 +127,23 @@ def _before_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> An
         if len(args) > 1:
             raise ValueError("Pass attention_mask and further arguments of the decoder by name.")
     return (), sink.begin_forward(kwargs)
+
+
+def _before_core(core: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    sink = cache_of_call(kwargs)
+    if not isinstance(sink, SignalSink):
+        return None
+    if args:
+        kwargs = {**kwargs, "input_ids": args[0]}
+        if len(args) > 1:
+            raise ValueError("Pass attention_mask and further arguments of the model by name.")
+    return (), sink.begin_multimodal(core, kwargs)
+
+
+def _after_core(core: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    sink = cache_of_call(kwargs)
+    if isinstance(sink, SignalSink):
+        sink.end_multimodal()
 
 
 def _after_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -191,8 +195,7 @@ def _before_out_proj(key: tuple[int, str, int], adapter: FamilyAdapter, module: 
 
 def _before_o_proj(key: tuple[int, str, int], adapter: FamilyAdapter, module: nn.Module, args: Any) -> None:
     if (call := _calls.by_key.pop(key, None)) is not None:
-        view = AttentionView.of(adapter, call.layer, call.kwargs, call.outputs)
-        call.sink.record_attention(key[2], view)
+        call.sink.record_attention(key[2], adapter.view(call.layer, call.kwargs, call.outputs))
 
 
 def _generate(model: Any, before: Any, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -230,6 +233,7 @@ class SignalHooks:
     def __init__(self, modules: HybridModules, adapter: FamilyAdapter) -> None:
         self._handles: list[RemovableHandle] = []
         self._covered: list[Any] = []
+        self._cores: list[Any] = []
         self._replaced: list[tuple[Any, str]] = []
         self._decoder: Any = modules.decoder
         add = self._handles.append
@@ -240,12 +244,12 @@ class SignalHooks:
             add(gdn.register_forward_pre_hook(partial(_before_gdn, key), with_kwargs=True))
             for name in adapter.projections:
                 add(getattr(gdn, name).register_forward_hook(partial(_keep_output, key, name)))
-            add(gdn.out_proj.register_forward_pre_hook(partial(_before_out_proj, key, adapter)))  # type: ignore[union-attr]
+            add(getattr(gdn, adapter.gdn_output).register_forward_pre_hook(partial(_before_out_proj, key, adapter)))
             add(gdn.register_forward_hook(partial(_after_layer, key), always_call=True))
         for j, attention in enumerate(modules.attention):
             key = (id(self), "attention", j)
             add(attention.register_forward_pre_hook(partial(_before_attention, key), with_kwargs=True))
-            for name in VIEWED:
+            for name in adapter.viewed(attention):
                 add(getattr(attention, name).register_forward_hook(partial(_keep_output, key, name)))
             add(attention.o_proj.register_forward_pre_hook(partial(_before_o_proj, key, adapter)))  # type: ignore[union-attr]
             add(attention.register_forward_hook(partial(_after_layer, key), always_call=True))
@@ -255,6 +259,11 @@ class SignalHooks:
         """Let `generate` and the forward of a model around the decoder know the cache; once per model."""
         if any(covered is model for covered in self._covered):
             return
+        core = core_of(model, self._decoder)
+        if core is not None and not any(covered is core for covered in self._cores):
+            self._cores.append(core)
+            self._handles.append(core.register_forward_pre_hook(_before_core, with_kwargs=True))
+            self._handles.append(core.register_forward_hook(_after_core, with_kwargs=True, always_call=True))
         self._covered.append(model)
         self._handles.append(model.register_forward_pre_hook(_rename_cache, with_kwargs=True))
         for module in model.modules():
@@ -276,7 +285,7 @@ class SignalHooks:
                     setattr(module, name, ours.args[1])
         if vars(self._decoder).get("_gatesight_hooks") is self:
             del self._decoder._gatesight_hooks
-        self._handles, self._covered, self._replaced = [], [], []
+        self._handles, self._covered, self._cores, self._replaced = [], [], [], []
 
     def __enter__(self) -> "SignalHooks":
         return self
@@ -289,9 +298,14 @@ def attach(model: Any) -> SignalHooks:
     """Put the hooks on a model, or return those that are on its decoder already, perhaps through another wrapper.
 
     Raises:
-        UnsupportedModelError: The model is no hybrid of a known family.
+        UnsupportedModelError: The model is no hybrid of a known family, or multimodal only by its configuration.
     """
     modules = find_modules(model, HybridSpec.from_config(model.config))
+    if model.config.model_type in adapter_for(model.config).multimodal_types and not core_of(model, modules.decoder):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is configured as a multimodal model, but no module in it joins the text model to "
+            "a vision tower and numbers their positions."
+        )
     held: Any = vars(modules.decoder).get("_gatesight_hooks")
     hooks: SignalHooks = SignalHooks(modules, adapter_for(model.config)) if held is None else held
     hooks.cover(model)

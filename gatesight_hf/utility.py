@@ -27,7 +27,7 @@ def entry_utilities(queries: Tensor, keys: Tensor, values: Tensor, context: int,
     Args:
         queries: `[Q, heads, D]`, rotated; query t sees all keys up to its own, at `len(keys) - Q + t`.
         keys: `[H, T, D]`, rotated.
-        values: `[H, T, D]`.
+        values: `[H, T, D]`, or `[heads, T, D]` where each query head reads values of its own from an entry (MLA).
         context: Entries to rate, the first ones.
         scale: Of the logits.
 
@@ -40,27 +40,29 @@ def entry_utilities(queries: Tensor, keys: Tensor, values: Tensor, context: int,
     utilities = keys.new_zeros((heads, context), dtype=torch.float64)
     slot = torch.arange(length, device=keys.device)
     for head in range(heads):
-        key, value = keys[head].float(), values[head].double()
+        # [T, D], or [groups, T, D] where query heads read values of their own
+        key, value = keys[head].float(), values.unflatten(0, (heads, -1))[head].double()
+        value = value[0] if len(value) == 1 else value
+        rated = value[..., :context, :]
         for start in range(0, count, QUERIES_PER_CHUNK):
             stop = min(count, start + QUERIES_PER_CHUNK)
             query = queries[start:stop, head * groups : (head + 1) * groups].float()
-            logits = torch.einsum("qgd,td->qgt", query, key) * scale
+            logits = torch.einsum("qgd,td->gqt", query, key) * scale
             own = torch.arange(length - count + start, length - count + stop, device=keys.device)
-            logits = logits.masked_fill(slot > own[:, None, None], float("-inf"))
+            logits = logits.masked_fill(slot > own[:, None], float("-inf"))
             weights = logits.double().softmax(-1)
             outputs = weights @ value
             distance = (
-                value[:context].square().sum(-1)
-                - 2 * outputs @ value[:context].T
-                + outputs.square().sum(-1, keepdim=True)
+                rated.square().sum(-1).unsqueeze(-2) - 2 * outputs @ rated.mT + outputs.square().sum(-1, keepdim=True)
             ).clamp_min(0)
             # Where one entry takes nearly all attention, o is nearly its value: only the difference itself has digits.
             top = weights.argmax(-1, keepdim=True)
-            exact = (value[top.squeeze(-1)] - outputs).square().sum(-1, keepdim=True)
+            at_top = value.expand(groups, -1, -1).gather(1, top.expand(-1, -1, value.shape[-1]))
+            exact = (at_top - outputs).square().sum(-1, keepdim=True)
             distance = torch.where(slot[:context] == top, exact, distance)
             kept = weights[..., :context]
             ratio = kept / (1 - kept).clamp_min(1e-12)
-            change = (ratio.square() * distance).sum(1).sqrt()
+            change = (ratio.square() * distance).sum(0).sqrt()
             utilities[head] = torch.maximum(utilities[head], change.amax(0))
     return utilities.float()
 
@@ -84,7 +86,7 @@ def continuation_utilities(model: Any, child: Any, ids: Tensor, context: int, sc
     def rate(ordinal: int, view: AttentionView) -> None:
         layer = child.attention_layers[ordinal]
         keys, values = layer.keys[0, :, pads:], layer.values[0, :, pads:]
-        found.append(entry_utilities(view.queries[0], keys, values, context, scale))
+        found.append(entry_utilities(view.queries[0], keys, view.read(values), context, scale))
 
     with torch.no_grad(), child.watch_attention(rate):
         model(ids, **{cache_argument(model): child}, use_cache=True, logits_to_keep=1)

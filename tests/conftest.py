@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 # Before anything imports triton: without a GPU its kernels are interpreted.
 if not torch.cuda.is_available():
@@ -17,8 +18,16 @@ if not torch.cuda.is_available():
 from torch import Tensor, nn
 from transformers import (
     DynamicCache,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
+    Qwen3_5Config,
     Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
     Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
@@ -27,8 +36,9 @@ from transformers import (
 
 from gatesight_hf import Estimator, EstimatorConfig, GateSightCache, Prefill
 from gatesight_hf._compat import cache_argument, cache_of_call
-from gatesight_hf.attention import VIEWED, AttentionView
-from gatesight_hf.hybrid import HybridSpec, adapter_for, find_modules
+from gatesight_hf.attention import AttentionView
+from gatesight_hf.families import adapter_for
+from gatesight_hf.hybrid import HybridSpec, find_modules
 from gatesight_hf.scoring import Needs
 
 from .kernel_fixtures import backend, device, poisoned  # noqa: F401 - fixtures
@@ -39,54 +49,117 @@ VOCAB = 128
 #: Size of the matrices: larger ones amplify rounding beyond the tolerances. The attention layers' outputs are large, so
 #: that a wrong mask or position changes logits by 1e-1 and tokens with them.
 GAIN, O_PROJ_GAIN = 0.4, 2.0
-FAMILIES = {
+FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen3_5": (Qwen3_5ForCausalLM, Qwen3_5TextConfig),
     "qwen3_5_moe": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig),
     "qwen3_next": (Qwen3NextForCausalLM, Qwen3NextConfig),
+    "olmo_hybrid": (OlmoHybridForCausalLM, OlmoHybridConfig),
+    "kimi_linear": (KimiLinearForCausalLM, KimiLinearConfig),
 }
+for name, family in (("lara_mini", "LaraMini"), ("bailing_hybrid", "BailingHybrid")):
+    if hasattr(transformers, f"{family}Config"):  # not in every supported release
+        FAMILIES[name] = (getattr(transformers, f"{family}ForCausalLM"), getattr(transformers, f"{family}Config"))
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+PARTIAL = {**ROPE, "partial_rotary_factor": 0.25}
+GATED = {"rope_parameters": PARTIAL, "attention_bias": True}
+MROPE = {**GATED, "rope_parameters": {**PARTIAL, "mrope_section": [2, 1, 1], "mrope_interleaved": True}}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SHARED = {"shared_expert_intermediate_size": 32}
+GDN = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+LATENT = {"num_key_value_heads": 6, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+#: Where the defaults are beyond the vocabulary.
+TOKENS = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+GROUPS = {"n_group": 1, "topk_group": 1, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+TYPES = (["linear_attention"] * 3 + ["full_attention"]) * 2
 FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
-    "qwen3_5": {},
-    "qwen3_5_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
-    "qwen3_next": {**EXPERTS, "shared_expert_intermediate_size": 32},
-}
+    "qwen3_5": {**GDN, **MROPE},
+    "qwen3_5_moe": {**GDN, **MROPE, **EXPERTS, **SHARED},
+    "qwen3_next": {**GDN, **GATED, **EXPERTS, **SHARED},
+    "olmo_hybrid": {**GDN, **TOKENS, "rope_parameters": ROPE},
+    "lara_mini": {
+        **GDN, **EXPERTS, **SHARED, **TOKENS, "attention_bias": True, "rope_parameters": ROPE, "sliding_window": 9,
+        "num_hidden_layers": 10,
+        "layer_types": [*TYPES[:3], "sliding_attention", *TYPES[3:], "sliding_attention"],
+    },
+    "kimi_linear": {
+        **LATENT, **GROUPS, **TOKENS, "linear_num_heads": 4, "linear_head_dim": 16, "layer_types": TYPES,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 7,
+    },
+    "bailing_hybrid": {
+        **LATENT, **GROUPS, **TOKENS, "head_dim": 16, "layer_types": TYPES, "rope_parameters": ROPE,
+        "q_lora_rank": 20, "rms_norm_eps": 1e-5,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 7,
+    },
+}  # fmt: skip
 
 
 def tiny_model(family: str = "qwen3_5", **options: Any) -> Any:
     """A seeded random model in float32 with logits of order 1: layers G G G A G G G A, 6 query and 2 KV heads."""
     model_class, config_class = FAMILIES[family]
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
-    if family != "qwen3_next":
-        rope |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "vocab_size": VOCAB}
-    attention = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "rope_parameters": rope}
-    linear = {f"linear_num_{kind}_heads": n for kind, n in (("key", 2), ("value", 4))}
-    linear |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-    attention["attention_bias"] = True
-    config = config_class(**{**sizes, **attention, **linear, **FAMILY_OPTIONS[family], **options})
-    model = model_class(config).eval().requires_grad_(False)
+    attention = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
+    given = {**sizes, **attention, **FAMILY_OPTIONS[family], **options}
+    if not hasattr(config_class, "head_dim"):
+        given["hidden_size"] = 6 * given.pop("head_dim")
+    return randomised(model_class, config_class(**given), family)
+
+
+def randomised(model_class: Any, config: Any, family: str) -> Any:
+    """A model with seeded weights whose logits are of order 1."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = model_class(config).eval().requires_grad_(False)
+    attention_layers = find_modules(model, HybridSpec.from_config(model.config)).attention
+    loud = tuple(name + ".o_proj" for name, module in model.named_modules() if module in attention_layers)
     generator = torch.Generator().manual_seed(7)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith("A_log"):
-            parameter.copy_(noise - 2.0)  # slow to fast decay
+            parameter.copy_(0.3 * noise if family == "bailing_hybrid" else noise - 2.0)  # slow to fast decay
         elif parameter.ndim == 1:
             parameter.add_(0.3 * noise)
         elif "conv1d" in name:
             parameter.copy_(0.5 * noise)
         else:
-            gain = O_PROJ_GAIN if "o_proj" in name else GAIN
+            gain = O_PROJ_GAIN if name.startswith(loud) or "forget_gate" in name else GAIN
             parameter.copy_(gain * noise * parameter.shape[-1] ** -0.5)
-    attention_modules = (module for module in model.modules() if hasattr(module, "q_proj"))
-    for shift, layer in zip((-1.5, 1.0), attention_modules, strict=False):
-        layer.q_proj.bias.view(-1, 2, layer.head_dim)[:, 1] += shift  # unlike output gates
+    for shift, layer in zip((-1.5, 1.0), attention_layers, strict=False):
+        if family.startswith("qwen3"):
+            layer.q_proj.bias.view(-1, 2, layer.head_dim)[:, 1] += shift  # type: ignore[union-attr, operator]
     return model
+
+
+#: Tokens that stand for pictures, beyond the ids of `text_ids`.
+IMAGE, VIDEO, VISION_START, VISION_END = 120, 121, 122, 123
+MULTIMODAL = {
+    "qwen3_5": (Qwen3_5ForConditionalGeneration, Qwen3_5Config),
+    "qwen3_5_moe": (Qwen3_5MoeForConditionalGeneration, Qwen3_5MoeConfig),
+}
+
+
+def tiny_multimodal(family: str = "qwen3_5") -> Any:
+    """The text model of `tiny_model` with a random vision tower: patches of 4 x 4 pixels, four patches to a token."""
+    model_class, config_class = MULTIMODAL[family]
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 4}
+    vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 64, "num_position_embeddings": 64}
+    tokens = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+    tokens |= {"vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END}
+    text = tiny_model(family).config.to_dict()
+    return randomised(model_class, config_class(text_config=text, vision_config=vision, **tokens), family)
 
 
 @pytest.fixture(scope="session", params=FAMILIES)
 def any_model(request: pytest.FixtureRequest) -> Any:
     """A model of each family in turn."""
     return tiny_model(request.param)
+
+
+@pytest.fixture(scope="session")
+def any_plain(any_model: Any) -> Any:
+    """Its twin without hooks, in eager attention."""
+    model = tiny_model(next(name for name, family in FAMILIES.items() if isinstance(any_model, family[0])))
+    model.set_attn_implementation("eager")
+    return model
 
 
 @pytest.fixture(scope="session")
@@ -257,12 +330,14 @@ def capture_attention(model: Any, spec: HybridSpec, cache: Any) -> Iterator[list
 
     def after(ordinal: int, module: Any, args: Any, output: Any) -> None:
         if ordinal in calls:
-            views[ordinal].append(AttentionView.of(adapter, module, *calls.pop(ordinal)))
+            views[ordinal].append(adapter.view(module, *calls.pop(ordinal)))
 
     handles = []
     for j, layer in enumerate(modules.attention):
         handles.append(layer.register_forward_pre_hook(partial(before, j), with_kwargs=True))
-        handles += [getattr(layer, name).register_forward_hook(partial(keep, j, name)) for name in VIEWED]
+        handles += [
+            getattr(layer, name).register_forward_hook(partial(keep, j, name)) for name in adapter.viewed(layer)
+        ]
         handles.append(layer.register_forward_hook(partial(after, j)))
     try:
         yield views
@@ -283,7 +358,7 @@ class Oracle:
     handles: list[Any] = field(default_factory=list)
 
     def __enter__(self) -> "Oracle":
-        modules = [layer.self_attn for layer in self.model.model.layers if hasattr(layer, "self_attn")]
+        modules = find_modules(self.model, HybridSpec.from_config(self.model.config)).attention
         for module, evicted in zip(modules, self.evicted, strict=True):
             hook = self._hook(evicted)
             self.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))

@@ -37,7 +37,7 @@ def outputs_of(model: Any, run: Any) -> list[list[Tensor]]:
 
 @pytest.mark.parametrize("chunks", [[LENGTH], [9, 8], [16, 1]])
 def test_the_view_reproduces_the_output_of_the_module(any_model: Any, chunks: list[int]) -> None:
-    """o_proj(σ(gate) ⊙ softmax(q kᵀ/√D) v), with all keys and values of the forwards so far."""
+    """o_proj(σ(gate) ⊙ softmax(scale · q kᵀ) v), with all keys and values of the forwards so far."""
     spec = HybridSpec.from_config(any_model.config)
     modules = find_modules(any_model, spec)
     cache = GateSightCache(Recorder(), any_model, allocation="flat")
@@ -48,23 +48,27 @@ def test_the_view_reproduces_the_output_of_the_module(any_model: Any, chunks: li
     for module, of_layer, expected, layer in zip(
         modules.attention, views, outputs, cache.attention_layers, strict=True
     ):
-        queries, keys, values, gate = (
-            torch.cat([getattr(view, name) for view in of_layer], dim=1)
-            for name in ("queries", "keys", "values", "gate")
+        queries, keys, values = (
+            torch.cat([getattr(view, name) for view in of_layer], dim=1) for name in ("queries", "keys", "values")
         )
         assert layer.keys is not None and layer.values is not None
         assert_same(keys.transpose(1, 2), layer.keys)
         assert_same(values.transpose(1, 2), layer.values)
-        logits = torch.einsum("bqhd,bkhd->bhqk", queries, keys.repeat_interleave(group, dim=2)) * spec.head_dim**-0.5
+        assert queries.shape[-1] == keys.shape[-1] == spec.head_dim
+        logits = torch.einsum("bqhd,bkhd->bhqk", queries, keys.repeat_interleave(group, dim=2)) * spec.scale
         weights = logits.masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf).softmax(-1)
-        attended = torch.einsum("bhqk,bkhd->bqhd", weights, values.repeat_interleave(group, dim=2))
+        read = torch.stack([of_layer[0].read(row) for row in layer.values])
+        read = read.repeat_interleave(spec.num_attention_heads // read.shape[1], dim=1)
+        attended = torch.einsum("bhqk,bhkd->bqhd", weights, read)
+        if of_layer[0].gate is not None:
+            attended = attended * torch.cat([view.gate for view in of_layer], dim=1).sigmoid()
         made: Any = module.o_proj  # type: ignore[union-attr]
-        assert_same(made((attended * gate.sigmoid()).flatten(2)), torch.cat(expected, dim=1))
+        assert_same(made(attended.flatten(2)), torch.cat(expected, dim=1))
 
 
 def test_rotary_turns_only_its_own_channels_and_back(dense: Any) -> None:
     spec = HybridSpec.from_config(dense.config)
-    cos, sin = rotary_tables(find_modules(dense, spec).decoder)(torch.arange(5, 9))
+    cos, sin = rotary_tables(dense.model.rotary_emb)(torch.arange(5, 9))
     assert cos.shape == (4, spec.head_dim // 4)
     states = torch.randn(3, 4, spec.head_dim)
     turned = apply_rotary(states, cos, sin)
@@ -86,8 +90,8 @@ def test_a_cache_shows_views_and_only_its_own(dense: Any) -> None:
     forward(dense, ids, cache)
     assert [j for j, _ in seen] == [0, 1]
     for (_, shown), (hooked,) in zip(seen, views, strict=True):
-        for name, value in vars(hooked).items():
-            assert torch.equal(getattr(shown, name), value)
+        for name in ("hidden", "queries", "keys", "values", "gate", "cos", "sin"):
+            assert torch.equal(getattr(shown, name), getattr(hooked, name))
 
 
 def test_a_watcher_that_fails_is_let_go(dense: Any) -> None:
@@ -140,7 +144,7 @@ def test_dynamic_rope_is_not_changed_by_a_look_ahead() -> None:
     )  # fmt: skip
     rotary = find_modules(model, HybridSpec.from_config(model.config)).decoder.rotary_emb
     before = rotary.inv_freq.clone()  # type: ignore[union-attr, operator]
-    rotary_tables(model.model)(torch.arange(500, 600))
+    rotary_tables(rotary)(torch.arange(500, 600))
     assert torch.equal(rotary.inv_freq, before)  # type: ignore[union-attr, arg-type]
 
 

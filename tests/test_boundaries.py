@@ -8,20 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3_5Config
 
-from gatesight_hf import CacheStateError, Estimator, GateSightCache, Session, UnsupportedModelError
+from gatesight_hf import CacheStateError, Estimator, GateSightCache, Session
 from gatesight_hf._compat import cache_argument
 from gatesight_hf.cli import main
-from gatesight_hf.hybrid import HybridSpec
 from gatesight_hf.methods import RandomScorer
 from gatesight_hf.reference import documents, load_model, load_tokenizer
 from gatesight_hf.signals import attach
 from gatesight_hf.training import collect as collecting
 from gatesight_hf.training.collect import Sampling, document_tensors
 from gatesight_hf.training.run import weights_digest
-
-from .conftest import tiny_model
 
 pytestmark = pytest.mark.core
 
@@ -116,16 +112,6 @@ def test_generate_without_a_cache_in_use_is_refused(dense: Any) -> None:
     with pytest.raises(ValueError, match="use_cache=False"):
         dense.generate(IDS, past_key_values=cache, use_cache=False)
     assert cache.get_seq_length() == 30
-
-
-def test_a_multimodal_model_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModelError, match="multimodal"):
-        HybridSpec.from_config(Qwen3_5Config())
-
-
-def test_another_activation_than_silu_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="hidden_act='gelu'"):
-        GateSightCache(RandomScorer(), tiny_model(hidden_act="gelu"))
 
 
 def test_rows_may_be_repeated_before_anything_is_seen(dense: Any) -> None:

@@ -13,7 +13,6 @@ from gatesight_hf import GateSightCache
 from gatesight_hf.budget import ALLOCATIONS
 
 from .conftest import (
-    FAMILIES,
     KeyNorm,
     Oracle,
     assert_same,
@@ -83,13 +82,11 @@ def test_until_compaction_it_is_a_dynamic_cache_bit_for_bit(dense, attention, le
         assert torch.equal(found, logits)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_generate_from_nothing_keeping_all_equals_a_dynamic_cache(family):
-    model = tiny_model(family)
+def test_generate_from_nothing_keeping_all_equals_a_dynamic_cache(any_model):
     ids = random_ids(CONTEXT)
-    expected = steps(model, ids, DynamicCache(config=model.config))
-    cache = GateSightCache(random_estimator(model), model, kept_fraction=1.0)
-    for found, step in zip(steps(model, ids, cache), expected, strict=True):
+    expected = steps(any_model, ids, DynamicCache(config=any_model.config))
+    cache = GateSightCache(random_estimator(any_model), any_model, kept_fraction=1.0)
+    for found, step in zip(steps(any_model, ids, cache), expected, strict=True):
         assert torch.equal(found, step)
     assert cache.is_compacted
 
@@ -189,12 +186,13 @@ def test_ragged_rows_keep_what_each_keeps_alone(dense):
         assert all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_equals_the_oracle(family):
-    model, twin = tiny_model(family), tiny_model(family)
-    twin.set_attn_implementation("eager")
-    row = random_ids(CONTEXT)
-    check_rows(twin, compacted(model, row, kept_fraction=0.4), [row], questions_of(1, 6), model)
+@pytest.mark.parametrize("lengths", [(CONTEXT,), LENGTHS], ids=["one row", "ragged"])
+@pytest.mark.parametrize("chunks", [[CONTEXT], [19, 23, 1]], ids=["at once", "chunks"])
+def test_every_family_equals_the_oracle(any_model, any_plain, chunks, lengths):
+    rows = rows_of(lengths)
+    ids, mask = left_padded(rows)
+    cache = compacted(any_model, ids, chunks, mask, kept_fraction=0.4)
+    check_rows(any_plain, cache, rows, questions_of(len(rows), 6), any_model)
 
 
 def test_the_oracle_can_tell(dense, plain):

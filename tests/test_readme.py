@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gatesight_hf.hybrid import ADAPTERS
+from gatesight_hf.families import ADAPTERS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

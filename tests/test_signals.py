@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from gatesight_hf import GateSightCache, signals
-from gatesight_hf.hybrid import HybridSpec
+from gatesight_hf.families import adapter_for
+from gatesight_hf.hybrid import HybridSpec, find_modules
 from gatesight_hf.recording import Recording
 from gatesight_hf.scoring import Needs
 from gatesight_hf.signals import attach
@@ -46,10 +47,6 @@ CHUNKS = {
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
-def mixers(model: Any, name: str) -> list[Any]:
-    return [getattr(layer, name) for layer in model.model.layers if hasattr(layer, name)]
-
-
 @contextmanager
 def hidden_states(modules: list[nn.Module]) -> Iterator[list[list[Tensor]]]:
     """What each module is given, chunk by chunk."""
@@ -65,39 +62,68 @@ def hidden_states(modules: list[nn.Module]) -> Iterator[list[list[Tensor]]]:
 
 
 def recomputed(gdn: Any, hidden: Tensor) -> Tensor:
-    """β, g and ‖v‖ `[B, T, 3, HV]` of a whole context, step by step as the layer's own forward has them."""
+    """β, g and ‖v‖ `[B, T, 3, HV]` of a whole context in float64, step by step as the layer's own forward has them."""
+    gdn, hidden = copy.deepcopy(gdn).double(), hidden.double()
     batch, length, _ = hidden.shape
     if hasattr(gdn, "in_proj_qkvz"):
         parts = gdn.fix_query_key_value_ordering(gdn.in_proj_qkvz(hidden), gdn.in_proj_ba(hidden))
         q, k, v, _, b, a = (part.reshape(batch, length, -1) for part in parts)
         mixed = torch.cat([q, k, v], dim=-1)
-    else:
+    elif hasattr(gdn, "in_proj_qkv"):
         mixed, b, a = gdn.in_proj_qkv(hidden), gdn.in_proj_b(hidden), gdn.in_proj_a(hidden)
+    else:
+        mixed = torch.cat([gdn.q_proj(hidden), gdn.k_proj(hidden), gdn.v_proj(hidden)], dim=-1)
+        b, a = gdn.b_proj(hidden), gdn.a_proj(hidden) if hasattr(gdn, "a_proj") else None
     convolved = F.silu(gdn.conv1d(mixed.transpose(1, 2))[..., :length]).transpose(1, 2)
-    value = convolved[..., 2 * gdn.key_dim :].reshape(batch, length, gdn.num_v_heads, gdn.head_v_dim)
-    decay = -torch.exp(gdn.A_log) * F.softplus(a + gdn.dt_bias)
-    return torch.stack([torch.sigmoid(b), decay, value.pow(2).sum(-1).sqrt()], dim=2)
+    heads = b.shape[-1]
+    size = getattr(gdn, "head_v_dim", None) or gdn.head_dim
+    value = convolved[..., -heads * size :].reshape(batch, length, heads, size)
+    beta = torch.sigmoid(b) * (2 if getattr(gdn, "allow_neg_eigval", False) else 1)
+    if a is not None:
+        decay = -torch.exp(gdn.A_log) * F.softplus(a + gdn.dt_bias)
+    else:
+        decay = decay_of_channels(gdn.forget_gate, hidden).mean(-1)
+    return torch.stack([beta, decay, value.pow(2).sum(-1).sqrt()], dim=2)
 
 
-def recomputed_gate(attention: Any, hidden: Tensor) -> Tensor:
-    """Mean of sigmoid(gate) per token `[B, T]`."""
-    q_proj = attention.q_proj(hidden).view(*hidden.shape[:-1], -1, 2 * attention.head_dim)
+def decay_of_channels(gate: Any, hidden: Tensor) -> Tensor:
+    """Log-decay of Kimi Delta Attention `[B, T, HV, channels]`."""
+    projected = gate.f_proj(hidden) if hasattr(gate, "f_proj") else gate.f_b_proj(gate.f_a_proj(hidden))
+    given = (projected + gate.dt_bias).unflatten(-1, (gate.num_heads, -1))
+    rate = torch.exp(gate.A_log).view(-1, 1)
+    if getattr(gate, "safe_gate", False):
+        return gate.lower_bound * torch.sigmoid(rate * given)
+    return -rate * F.softplus(given)
+
+
+def recomputed_gate(attention: Any, hidden: Tensor) -> Tensor | None:
+    """Mean of sigmoid(gate) per token `[B, T]`; None without a gate."""
+    if hasattr(attention, "g_proj"):
+        return torch.sigmoid(attention.g_proj(hidden)).mean(-1)
+    q_proj = attention.q_proj(hidden).view(*hidden.shape[:-1], attention.config.num_attention_heads, -1)
+    if q_proj.shape[-1] == (getattr(attention, "qk_head_dim", None) or attention.head_dim):
+        return None
     return torch.sigmoid(q_proj.chunk(2, dim=-1)[1]).mean((-1, -2))
 
 
 @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
 def test_signals_and_gates_equal_a_recomputation(any_model, chunks):
-    gdn, attention = mixers(any_model, "linear_attn"), mixers(any_model, "self_attn")
-    with hidden_states([*gdn, *attention]) as seen:
+    modules = find_modules(any_model, HybridSpec.from_config(any_model.config))
+    with hidden_states([*modules.gdn, *modules.attention]) as seen:
         cache = prefilled(any_model, random_ids(LENGTH, rows=2), chunks)
     hidden = [torch.cat(parts, dim=1) for parts in seen]
     recorded = cache.prefill().signals
-    assert len(recorded) == len(gdn) == 6
-    for layer, inputs, found in zip(gdn, hidden, recorded, strict=False):
-        torch.testing.assert_close(found, recomputed(layer, inputs), rtol=1e-6, atol=1e-6)
+    assert len(recorded) == len(modules.gdn) == 6
+    for layer, inputs, found in zip(modules.gdn, hidden, recorded, strict=False):
+        torch.testing.assert_close(found.double(), recomputed(layer, inputs), rtol=2e-6, atol=2e-6)
         assert (found.std(dim=1) > 0.01 * found.mean(dim=1).abs()).all(), "a constant signal shows nothing"
-    means = torch.stack([recomputed_gate(a, h).mean(1) for a, h in zip(attention, hidden[6:], strict=True)], 1)
-    torch.testing.assert_close(torch.tensor(cache.report().gate_means), means, rtol=1e-6, atol=1e-6)
+    gates = [recomputed_gate(a, h) for a, h in zip(modules.attention, hidden[6:], strict=True)]
+    if adapter_for(any_model.config).has_output_gate:
+        means = torch.stack([gate.mean(1) for gate in gates], 1)
+        torch.testing.assert_close(torch.tensor(cache.report().gate_means), means, rtol=1e-6, atol=1e-6)
+    else:
+        assert gates == [None, None]
+        assert cache.report().gate_means == []
 
 
 @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
@@ -117,8 +143,9 @@ def check_padded_rows(model: Any, chunks: list[int]) -> None:
         alone = prefilled(model, row)
         for a, b in zip(alone.prefill().signals, batch.prefill().signals, strict=True):
             torch.testing.assert_close(b[r, -row.shape[1] :], a[0], **CLOSE)
-        expected, found = torch.tensor(alone.report().gate_means[0]), torch.tensor(batch.report().gate_means[r])
-        torch.testing.assert_close(found, expected, **CLOSE)
+        expected, found = alone.report().gate_means, batch.report().gate_means
+        assert bool(found) == adapter_for(model.config).has_output_gate
+        torch.testing.assert_close(torch.tensor(found[r : r + 1]), torch.tensor(expected), **CLOSE)
 
 
 @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)

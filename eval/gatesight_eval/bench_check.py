@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gatesight_hf import Estimator, GateSightCache, signals
+from gatesight_hf.families import GDNAdapter, adapter_for
 from gatesight_hf.features import SIGNALS
-from gatesight_hf.hybrid import FamilyAdapter, HybridSpec, adapter_for, find_modules
+from gatesight_hf.hybrid import HybridSpec, find_modules
 from gatesight_hf.scoring import Prefill
 from gatesight_hf.session import prefill
 from gatesight_hf.signals import attach
@@ -115,7 +116,7 @@ def exact_signals(layer: Any, b: Tensor, a: Tensor, values: Tensor) -> Tensor:
     return torch.stack([b.double().sigmoid(), decay, torch.cat(parts, dim=1)], dim=2)
 
 
-def b_a_and_values(adapter: FamilyAdapter, layer: Any, outputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def b_a_and_values(adapter: GDNAdapter, layer: Any, outputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """From what a layer's projections gave: b and a `[B, T, HV]`, and values `[B, T, HV·D]`."""
     return *adapter.b_and_a(layer, outputs), adapter.values(layer, outputs).flatten(2)
 
@@ -165,6 +166,7 @@ def capture(model: Any, gdn_layers: int | None = None) -> Iterator[Captured]:
 def check_recording(model: Any, scorer: Estimator, ids: Tensor, chunk: int) -> list[Check]:
     """Signals and mean output gates of a whole prefill in chunks, the last of them a single token."""
     adapter, dtype, tokens = adapter_for(model.config), model.dtype, ids.shape[1]
+    assert isinstance(adapter, GDNAdapter)
     modules = find_modules(model, HybridSpec.from_config(model.config))
     with attach(model), capture(model) as captured:
         cache = GateSightCache(scorer, model)

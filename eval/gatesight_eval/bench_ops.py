@@ -9,8 +9,9 @@ from torch import Tensor
 
 from gatesight_hf import Estimator, signals
 from gatesight_hf.cache import GateSightCache
+from gatesight_hf.families import GDNAdapter, adapter_for
 from gatesight_hf.features import SIGNALS
-from gatesight_hf.hybrid import HybridSpec, adapter_for, find_modules
+from gatesight_hf.hybrid import HybridSpec, find_modules
 from gatesight_hf.layers import GateSightAttentionLayer
 from gatesight_hf.scoring import Prefill
 from gatesight_hf.selection import select
@@ -129,6 +130,7 @@ class Case:
     @classmethod
     def of(cls, model: Any, scorer: Estimator, ids: Tensor, chunk: int, kept_fraction: float) -> "Case":
         adapter = adapter_for(model.config)
+        assert isinstance(adapter, GDNAdapter)
         layer = find_modules(model, HybridSpec.from_config(model.config)).gdn[0]
         cache = GateSightCache(scorer, model, kept_fraction)
         with attach(model):

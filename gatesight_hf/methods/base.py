@@ -28,13 +28,18 @@ class Row:
         return self.prefill.lengths[self.index]
 
     @property
+    def next_position(self) -> int:
+        """Of the token after the row."""
+        return self.length if self.prefill.next_positions is None else self.prefill.next_positions[self.index]
+
+    @property
     def spec(self) -> HybridSpec:
         return self.prefill.spec
 
     @property
     def scale(self) -> float:
         """Of attention logits."""
-        return self.spec.head_dim**-0.5
+        return self.spec.scale
 
     def keys(self, ordinal: int) -> Tensor:
         """`[H, n, D]`, with RoPE."""

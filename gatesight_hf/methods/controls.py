@@ -62,6 +62,6 @@ class OracleScorer:
         best = [keys.new_zeros((keys.shape[1], context), dtype=torch.float32) for keys in prefill.keys]
         for continuation in self.continuations:
             ids = torch.tensor([continuation], device=prefill.keys[0].device)
-            found = continuation_utilities(self.model, prefill.fork(), ids, context, prefill.spec.head_dim**-0.5)
+            found = continuation_utilities(self.model, prefill.fork(), ids, context, prefill.spec.scale)
             best = [torch.maximum(held, new) for held, new in zip(best, found, strict=True)]
         return [F.pad(normalise(utilities), (pads, 0)).unsqueeze(0) for utilities in best]

@@ -63,7 +63,9 @@ class KVzip:
 
     def score(self, prefill: Prefill) -> list[Tensor]:
         if prefill.ids is None or prefill.fork is None:
-            raise CacheStateError("KVzip repeats the context by its token ids, but the cache was given embeddings.")
+            raise CacheStateError(
+                "KVzip repeats the context by its token ids, but the cache was given embeddings, or images or videos."
+            )
         scores = [keys.new_zeros(keys.shape[:3], dtype=torch.float32) for keys in prefill.keys]
         slots = prefill.ids.shape[1]
         for row, length in enumerate(prefill.lengths):
@@ -89,7 +91,7 @@ class KVzip:
             keys = prefill.keys[ordinal][row]
             sinks, chunk = keys[:, first : first + min(self.sinks, start)], keys[:, first + start : first + stop]
             scores[ordinal][row, :, first + start : first + stop] = replay_scores(
-                view.queries[0], sinks, chunk, view.keys[0].transpose(0, 1), prefill.spec.head_dim**-0.5
+                view.queries[0], sinks, chunk, view.keys[0].transpose(0, 1), prefill.spec.scale
             )
 
         with torch.no_grad(), child.watch_attention(rate):

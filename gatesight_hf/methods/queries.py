@@ -89,11 +89,11 @@ class ExpectedAttention(RowScorer):
 
     def score_row(self, row: Row, ordinal: int) -> Tensor:
         keys, sinks = row.keys(ordinal), QueryMoments.SKIPPED
-        heads, length, channels = keys.shape
+        heads, length, _ = keys.shape
         if length <= sinks:
             return protect(keys.new_zeros(heads, length), first=length)
         mean, covariance = row.query_moments(ordinal)
-        positions = torch.arange(length, length + self.future, device=keys.device)
+        positions = torch.arange(row.next_position, row.next_position + self.future, device=keys.device)
         cos, sin = (table.mean(0) for table in row.rotary(positions))
         mean = apply_rotary(mean, cos, sin)
         covariance = apply_rotary(apply_rotary(covariance, cos, sin).transpose(-1, -2), cos, sin)
@@ -101,7 +101,7 @@ class ExpectedAttention(RowScorer):
         scores = keys.new_zeros(heads, length - sinks)
         for mu, sigma in zip(mean.unbind(1), covariance.unbind(1), strict=True):
             expected = torch.einsum("hd,hnd->hn", mu, keys) * row.scale
-            expected += torch.einsum("hnd,hde,hne->hn", keys, sigma, keys) / (2 * channels)
+            expected += torch.einsum("hnd,hde,hne->hn", keys, sigma, keys) * (row.scale**2 / 2)
             scores += expected.softmax(-1) / mean.shape[1]
         if self.value_norm:
             scores = (scores + self.epsilon) * row.values(ordinal)[:, sinks:].norm(dim=-1)

@@ -86,12 +86,12 @@ class TriAttention(RowScorer):
 
     def score_row(self, row: Row, ordinal: int) -> Tensor:
         keys = row.keys(ordinal)
-        heads, length, _ = keys.shape
+        heads = keys.shape[0]
         statistics = {name: tensor.to(keys.device) for name, tensor in self.statistics[ordinal].items()}
         mean, magnitude = (statistics[name].unflatten(0, (heads, -1)) for name in ("mean", "magnitude"))
         offsets = torch.tensor(OFFSETS, device=keys.device)
         # One query at each distance; the keys' own rotations make up the rest of the angle.
-        cos, sin = row.rotary(length + offsets)
+        cos, sin = row.rotary(row.next_position + offsets)
         rotary = cos.shape[-1]
         if self.aggregation == "mean":
             cos, sin = cos.mean(0, keepdim=True), sin.mean(0, keepdim=True)

@@ -85,9 +85,7 @@ def document_tensors(
                 )
             for row in sampled[:, ids.shape[1] :]:
                 row = torch.cat([start[0], _until_end(row[len(prompt) :], model.generation_config.eos_token_id)])
-                found = continuation_utilities(
-                    model, parent.fork(), row.unsqueeze(0), ids.shape[1], spec.head_dim**-0.5
-                )
+                found = continuation_utilities(model, parent.fork(), row.unsqueeze(0), ids.shape[1], spec.scale)
                 for j, new in enumerate(found):
                     utilities[j] = torch.maximum(utilities[j], new.cpu())
     return {**tensors, "utilities": normalise(utilities)}

@@ -56,7 +56,7 @@ def compact_rows_triton(rows: Tensor, indices: Tensor, in_place: bool = False) -
     out = (
         rows[:, :, :kept] if in_place else torch.empty((batch, heads, kept, size), dtype=rows.dtype, device=rows.device)
     )
-    if kept == 0:
+    if out.numel() == 0:
         return out
     block_d = min(BLOCK_D, triton.next_power_of_2(size))
     grid = (1 if in_place else triton.cdiv(kept, BLOCK_N), batch * heads, triton.cdiv(size, block_d))
