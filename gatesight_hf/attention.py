@@ -1,7 +1,7 @@
 """One view of an attention layer in a forward: queries, keys, values and output gate, before and after RoPE."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,6 +44,11 @@ def _tables(embedding: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
     return cos[0], sin[0]
 
 
+def named_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of an attention layer's forward by name: some families pass the first two by position."""
+    return {**dict(zip(("hidden_states", "position_embeddings"), args, strict=False)), **kwargs}
+
+
 @dataclass(frozen=True)
 class AttentionView:
     """One attention layer in one forward of T tokens; H KV heads, `heads` query heads, D channels, R of them rotary.
@@ -70,9 +75,11 @@ class AttentionView:
         cls, adapter: FamilyAdapter, layer: Any, kwargs: dict[str, Any], outputs: dict[str, Tensor]
     ) -> "AttentionView":
         """The view of a call of `layer` with `kwargs`, from the `outputs` of the modules in `VIEWED`."""
-        cos, sin = kwargs["position_embeddings"]
+        hidden = kwargs["hidden_states"]
+        # Layers with an indexer get the angles of all tokens so far.
+        cos, sin = (table[:, -hidden.shape[1] :] for table in kwargs["position_embeddings"])
         return cls(
-            hidden=kwargs["hidden_states"],
+            hidden=hidden,
             queries_before_rope=outputs["q_norm"],
             keys_before_rope=outputs["k_norm"],
             values=outputs["v_proj"].unflatten(-1, (-1, layer.head_dim)),

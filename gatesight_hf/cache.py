@@ -17,6 +17,7 @@ from .layers import GateSightAttentionLayer, GDNStateLayer
 from .report import CacheReport, storage_bytes
 from .scoring import Prefill, Recorder, Scorer, Scores, checked_scores
 from .signals import attach
+from .sparse import SparseAttentionLayer
 
 
 class GateSightCache(CallFollower):
@@ -61,14 +62,16 @@ class GateSightCache(CallFollower):
         _check_scorer(scorer, spec)
         attach(model)
 
-        count = len(spec.gdn_layers) + len(spec.attention_layers)
-        super().__init__(
-            layers=[GDNStateLayer() if i in spec.gdn_layers else GateSightAttentionLayer() for i in range(count)]
-        )
+        modules = find_modules(model, spec)
+        states = getattr(model.config, "number_of_conv_states", 1)
+        layers: dict[int, GDNStateLayer | GateSightAttentionLayer] = {i: GDNStateLayer(states) for i in spec.gdn_layers}
+        for i, attention in zip(spec.attention_layers, modules.attention, strict=True):
+            layers[i] = SparseAttentionLayer(attention.indexer) if spec.indexed else GateSightAttentionLayer()
+        super().__init__(layers=[layers[i] for i in range(len(layers))])
         self.spec = spec
         self.scorer = scorer
         self.options = options
-        self._rotary = rotary_tables(find_modules(model, spec).decoder)
+        self._rotary = rotary_tables(modules.decoder)
         self._clear()
 
     @classmethod
@@ -122,6 +125,7 @@ class GateSightCache(CallFollower):
         self._seconds["compact"] = self._clock() - begun
         self._recording = None
         self._plan = self._plan.carried_out()
+        self._forget_positions()
         return self.report()
 
     def prefill(self) -> Prefill:
@@ -250,6 +254,7 @@ class GateSightCache(CallFollower):
             gate_means=means,
             kv_bytes_before=None if plan is None else plan.kv_bytes_before,
             kv_bytes=self._kv_bytes(),
+            index_bytes=storage_bytes(t for layer in self.attention_layers for t in layer.index_tensors),
             gdn_bytes=sum(layer.nbytes for layer in self.gdn_layers),
             signal_bytes=0 if recording is None else storage_bytes(recording.tensors),
             seconds=dict(self._seconds),

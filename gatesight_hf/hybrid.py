@@ -57,20 +57,21 @@ class HybridSpec:
                 f"{config.model_type} is a multimodal model, which keeps positions of its own outside the cache. Load "
                 "its text model alone, for example with AutoModelForCausalLM."
             )
-        adapter_for(config)
+        adapter = adapter_for(config)
         if config.hidden_act not in ("silu", "swish"):
             raise UnsupportedModelError(
                 f"{config.model_type} with hidden_act={config.hidden_act!r}: write magnitudes are those of values "
                 "after SiLU, which all published models of these families have."
             )
         types = list(config.layer_types)
-        unknown = sorted(set(types) - {"linear_attention", "full_attention"})
+        unknown = sorted(set(types) - {"linear_attention", adapter.attention_type})
         if unknown:
             raise UnsupportedModelError(
-                f"{config.model_type}: layer types {unknown} are neither 'linear_attention' nor 'full_attention'."
+                f"{config.model_type}: layer types {unknown} are neither 'linear_attention' nor "
+                f"{adapter.attention_type!r}."
             )
         gdn = tuple(i for i, kind in enumerate(types) if kind == "linear_attention")
-        attention = tuple(i for i, kind in enumerate(types) if kind == "full_attention")
+        attention = tuple(i for i, kind in enumerate(types) if kind == adapter.attention_type)
         if not gdn or not attention or gdn[0] > attention[0]:
             raise UnsupportedModelError(
                 f"{config.model_type}: GateSight scores the KV entries of an attention layer from the GDN layers below "
@@ -93,6 +94,11 @@ class HybridSpec:
     @property
     def num_attention_layers(self) -> int:
         return len(self.attention_layers)
+
+    @property
+    def indexed(self) -> bool:
+        """Whether one index per attention layer picks what queries attend to, so that its heads keep the same entries."""
+        return adapter_for(self).indexed
 
     def gdn_below(self, ordinal: int, window: int) -> tuple[int, ...]:
         """GDN ordinals of the up to `window` nearest GDN layers below attention ordinal `ordinal`, ascending."""
@@ -124,6 +130,10 @@ class FamilyAdapter(ABC):
 
     model_types: ClassVar[tuple[str, ...]] = ()
     projections: ClassVar[tuple[str, ...]] = ()
+    #: What `config.layer_types` calls an attention layer.
+    attention_type: ClassVar[str] = "full_attention"
+    #: Whether attention layers have an `indexer`, see `sparse.py`.
+    indexed: ClassVar[bool] = False
 
     @abstractmethod
     def b_and_a(self, layer: Any, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -171,7 +181,15 @@ class Qwen3NextAdapter(FamilyAdapter):
         return grouped[..., start : start + per_key_head]
 
 
-ADAPTERS: tuple[FamilyAdapter, ...] = (Qwen35Adapter(), Qwen3NextAdapter())
+class Qwen4ExpAdapter(Qwen35Adapter):
+    """Qwen4-Exp: the mixers of Qwen3.5, with sparse attention (QSA)."""
+
+    model_types = ("qwen4_exp_text",)
+    attention_type = "indexed_attention"
+    indexed = True
+
+
+ADAPTERS: tuple[FamilyAdapter, ...] = (Qwen35Adapter(), Qwen3NextAdapter(), Qwen4ExpAdapter())
 
 
 def adapter_for(config: Any) -> FamilyAdapter:

@@ -18,8 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 import gatesight_kernels as kernels
 
-from ._compat import CACHE_ARGUMENTS, cache_argument, cache_of_call
-from .attention import VIEWED, AttentionView
+from ._compat import CACHE_ARGUMENTS, cache_argument, cache_of_call, selection_mask
+from .attention import VIEWED, AttentionView, named_arguments
 from .hybrid import FamilyAdapter, HybridModules, HybridSpec, adapter_for, find_modules
 
 
@@ -57,6 +57,22 @@ class SignalSink(ABC):
     @abstractmethod
     def mask_for(self, ordinal: int, mask: Any, query: Tensor, implementation: str) -> Any:
         """The attention mask that attention ordinal `ordinal` must use in place of `mask`."""
+
+    @abstractmethod
+    def select_entries(
+        self, ordinal: int, indexer: Any, hidden: Tensor, angles: tuple[Tensor, Tensor]
+    ) -> Tensor | None:
+        """The entries that an indexer is to pick for the coming tokens of attention ordinal `ordinal`.
+
+        Args:
+            ordinal: Of the layer.
+            indexer: Its indexer.
+            hidden: `[B, T, C]`, the layer's input.
+            angles: cos and sin `[B, t, R]`, the last T of them those of the coming tokens.
+
+        Returns:
+            `[B or 1, 1, T or 1, entries or 1]`, bool; None leaves it to the indexer's own forward.
+        """
 
     @abstractmethod
     def gdn_mask_for(self, mask: Any) -> Any:
@@ -165,11 +181,12 @@ def _before_attention(key: tuple[int, str, int], layer: Any, args: Any, kwargs: 
     sink = cache_of_call(kwargs)
     if not isinstance(sink, SignalSink):
         return None
+    kwargs = named_arguments(args, kwargs)
     if sink.wants_attention():
         _calls.by_key[key] = _Call(sink, layer, kwargs=kwargs)
     query = kwargs["hidden_states"]
     mask = sink.mask_for(key[2], kwargs.get("attention_mask"), query, layer.config._attn_implementation)
-    return args, {**kwargs, "attention_mask": mask}
+    return (), {**kwargs, "attention_mask": mask}
 
 
 def _after_layer(key: tuple[int, str, int], layer: nn.Module, args: Any, output: Any) -> None:
@@ -193,6 +210,17 @@ def _before_o_proj(key: tuple[int, str, int], adapter: FamilyAdapter, module: nn
     if (call := _calls.by_key.pop(key, None)) is not None:
         view = AttentionView.of(adapter, call.layer, call.kwargs, call.outputs)
         call.sink.record_attention(key[2], view)
+
+
+def _index(
+    indexer: Any, before: Any, ordinal: int, hidden: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, cache: Any
+) -> Tensor:
+    """The forward of an indexer, which a GateSight cache takes over once it is compacted."""
+    selected = cache.select_entries(ordinal, indexer, hidden, angles) if isinstance(cache, SignalSink) else None
+    if selected is not None:
+        return selection_mask(selected, mask)
+    forward = before if before is not None else MethodType(type(indexer).forward, indexer)
+    return forward(hidden, angles, mask, cache)
 
 
 def _generate(model: Any, before: Any, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -230,7 +258,7 @@ class SignalHooks:
     def __init__(self, modules: HybridModules, adapter: FamilyAdapter) -> None:
         self._handles: list[RemovableHandle] = []
         self._covered: list[Any] = []
-        self._replaced: list[tuple[Any, str]] = []
+        self._replaced: list[tuple[Any, str, Any]] = []
         self._decoder: Any = modules.decoder
         add = self._handles.append
         add(modules.decoder.register_forward_pre_hook(_before_decoder, with_kwargs=True))
@@ -249,6 +277,8 @@ class SignalHooks:
                 add(getattr(attention, name).register_forward_hook(partial(_keep_output, key, name)))
             add(attention.o_proj.register_forward_pre_hook(partial(_before_o_proj, key, adapter)))  # type: ignore[union-attr]
             add(attention.register_forward_hook(partial(_after_layer, key), always_call=True))
+            if adapter.indexed:
+                self._replace(attention.indexer, "forward", _index, j)
         modules.decoder._gatesight_hooks = self  # type: ignore[assignment]
 
     def cover(self, model: Any) -> None:
@@ -259,18 +289,21 @@ class SignalHooks:
         self._handles.append(model.register_forward_pre_hook(_rename_cache, with_kwargs=True))
         for module in model.modules():
             for name, method in _METHODS.items():
-                before = vars(module).get(name)
-                if hasattr(type(module), name) and getattr(before, "func", None) is not method:
-                    setattr(module, name, partial(method, module, before))
-                    self._replaced.append((module, name))
+                if hasattr(type(module), name) and getattr(vars(module).get(name), "func", None) is not method:
+                    self._replace(module, name, method)
+
+    def _replace(self, module: Any, name: str, method: Any, *bound: Any) -> None:
+        """Put `method` in place of a module's own; it is given the module and what an earlier one put there."""
+        setattr(module, name, partial(method, module, vars(module).get(name), *bound))
+        self._replaced.append((module, name, method))
 
     def remove(self) -> None:
         """Take everything off; does nothing the second time."""
         for handle in self._handles:
             handle.remove()
-        for module, name in self._replaced:
+        for module, name, method in self._replaced:
             ours = vars(module).get(name)
-            if getattr(ours, "func", None) is _METHODS[name]:
+            if getattr(ours, "func", None) is method:
                 delattr(module, name)
                 if ours.args[1] is not None:
                     setattr(module, name, ours.args[1])

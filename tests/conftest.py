@@ -23,11 +23,13 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    Qwen4ExpForCausalLM,
+    Qwen4ExpTextConfig,
 )
 
 from gatesight_hf import Estimator, EstimatorConfig, GateSightCache, Prefill
 from gatesight_hf._compat import cache_argument, cache_of_call
-from gatesight_hf.attention import VIEWED, AttentionView
+from gatesight_hf.attention import VIEWED, AttentionView, named_arguments
 from gatesight_hf.hybrid import HybridSpec, adapter_for, find_modules
 from gatesight_hf.scoring import Needs
 
@@ -43,13 +45,19 @@ FAMILIES = {
     "qwen3_5": (Qwen3_5ForCausalLM, Qwen3_5TextConfig),
     "qwen3_5_moe": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig),
     "qwen3_next": (Qwen3NextForCausalLM, Qwen3NextConfig),
+    "qwen4_exp": (Qwen4ExpForCausalLM, Qwen4ExpTextConfig),
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
     "qwen3_5": {},
     "qwen3_5_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
     "qwen3_next": {**EXPERTS, "shared_expert_intermediate_size": 32},
-}
+    # Its attention is dense up to the budget of tokens; test_sparse.py goes beyond it.
+    "qwen4_exp": {
+        **EXPERTS, "shared_expert_intermediate_size": 32, "hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 4,
+        "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 64, "indexer_compress_ratio": 4,
+    },
+}  # fmt: skip
 
 
 def tiny_model(family: str = "qwen3_5", **options: Any) -> Any:
@@ -249,7 +257,7 @@ def capture_attention(model: Any, spec: HybridSpec, cache: Any) -> Iterator[list
     def before(ordinal: int, module: Any, args: Any, kwargs: Any) -> None:
         calls.pop(ordinal, None)
         if cache_of_call(kwargs) is cache:
-            calls[ordinal] = (kwargs, {})
+            calls[ordinal] = (named_arguments(args, kwargs), {})
 
     def keep(ordinal: int, name: str, module: Any, args: Any, output: Tensor) -> None:
         if ordinal in calls:
@@ -298,6 +306,7 @@ class Oracle:
         context = evicted.shape[1]
 
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            kwargs = named_arguments(args, kwargs)
             held = kwargs.get("cache", kwargs.get("past_key_values")).layers[module.layer_idx]  # type: ignore[union-attr]
             past = held.get_seq_length()
             queries = past + torch.arange(kwargs["hidden_states"].shape[1])
@@ -306,7 +315,7 @@ class Oracle:
             hidden[:, queries >= context, :context] |= evicted[:, None]
             groups = module.num_key_value_groups
             mask = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf).repeat_interleave(groups, dim=0)
-            return args, {**kwargs, "attention_mask": mask[None]}
+            return (), {**kwargs, "attention_mask": mask[None]}
 
         return hook
 
