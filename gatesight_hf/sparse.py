@@ -80,6 +80,12 @@ class SparseAttentionLayer(GateSightAttentionLayer):
         self.raw_keys = torch.cat([held, indexer_key_states], dim=1)
         return self.raw_keys
 
+    def attention_mask(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        mask = super().attention_mask(*args, **kwargs)
+        assert mask is not None and self.tail_keys is not None
+        # The model's own indexer, which runs on until this layer is compacted too, reads the mask of every row.
+        return mask.expand(len(self.tail_keys), -1, -1, -1)
+
     # -- the index after compaction ------------------------------------------------------------------------------------
 
     def select(self, indexer: Any, hidden: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor | None:
@@ -180,8 +186,8 @@ class SparseAttentionLayer(GateSightAttentionLayer):
         tokens = tokens.gather(1, real.logical_not().to(torch.uint8).argsort(dim=1, stable=True))
         counts = real.sum(1, keepdim=True)
         blocks = self._pooled(raw, cos, sin, tokens[:, : int(counts.max()) // self._ratio * self._ratio])
-        # A row of fewer tokens than these has none to wait for a block among the others.
-        last = tokens.gather(1, (counts - left + torch.arange(left, device=raw.device)).clamp_min(0))
+        # A row may keep fewer tokens than wait for a block at most, or none: what stands before them does not count.
+        last = F.pad(tokens, (left, 0)).gather(1, counts + torch.arange(left, device=raw.device))
         raw, cos, sin = (tensor.gather(1, _wide(last, tensor)) for tensor in (raw, cos, sin))
         super()._settle(keys, values, positions, valid, context)
         self.block_keys, self.raw_keys, self.raw_cos, self.raw_sin = blocks, raw, cos, sin

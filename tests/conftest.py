@@ -315,7 +315,8 @@ class Oracle:
             hidden[:, queries >= context, :context] |= evicted[:, None]
             groups = module.num_key_value_groups
             mask = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf).repeat_interleave(groups, dim=0)
-            return (), {**kwargs, "attention_mask": mask[None]}
+            # An indexer of the model reads a mask of every row.
+            return (), {**kwargs, "attention_mask": mask.expand(len(kwargs["hidden_states"]), -1, -1, -1)}
 
         return hook
 
