@@ -5,7 +5,7 @@
 - Those versions' chunked prefill starts at position 0 even if the cache has seen tokens. Drop
   `without_restarting_chunks` with them.
 - 5.19 and 5.20 keep the positions of an indexed model's tokens on the cache, later ones on its first indexed layer.
-- Up to 5.22 an indexer gives an additive mask where it is given one, later ones always one of booleans.
+- Up to 5.22 an indexer gives an additive mask where it is given one, later ones always booleans.
 - All of them prefill in `GenerationMixin._prefill`, the one private method that the library relies on (`signals.py`).
 """
 
@@ -72,7 +72,7 @@ def default_mask(model: Any, ids: Tensor, arguments: dict[str, Any]) -> Tensor:
 
 
 class IndexedCache:
-    """A cache with the positions of an indexed model on its first indexed layer, for the releases that seek them here."""
+    """Positions of an indexed model's tokens are on the first indexed layer, also for the releases that seek them here."""
 
     layers: list[Any]
 
@@ -102,8 +102,15 @@ class IndexedCache:
 _ADDITIVE_SELECTION = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
 
 
+def selected_entries(selection: Tensor) -> Tensor:
+    """Which entries an indexer selected, as booleans."""
+    return selection if selection.dtype == torch.bool else selection == 0
+
+
 def selection_mask(selected: Tensor, mask: Tensor) -> Tensor:
-    """What this release's indexer gives for the entries that are `selected` (bool), where it is given `mask`."""
-    if _ADDITIVE_SELECTION and mask.is_floating_point():
-        return torch.zeros_like(selected, dtype=mask.dtype).masked_fill_(~selected, torch.finfo(mask.dtype).min)
-    return selected
+    """What this release has an indexer give where it is given `mask`, bool or additive."""
+    if not (_ADDITIVE_SELECTION and mask.is_floating_point()):
+        return selected
+    # Nothing where the mask hides an entry already: the sum would overflow, and be NaN for a pad, which sees no entry.
+    hidden = selected.logical_not() & (mask == 0)
+    return torch.zeros_like(mask).masked_fill_(hidden, torch.finfo(mask.dtype).min)

@@ -60,6 +60,8 @@ class AttentionView:
         values: `[B, T, H, D]`.
         gate: `[B, T, heads, D]`, logits of the output gate.
         cos, sin: `[B, T, R]`.
+        selected: `[B or 1, 1, T or 1, entries or 1]`, bool: what an indexer picked for each token, pads and later
+            tokens not always excluded; None without an indexer.
     """
 
     hidden: Tensor
@@ -69,6 +71,7 @@ class AttentionView:
     gate: Tensor
     cos: Tensor
     sin: Tensor
+    selected: Tensor | None = None
 
     @classmethod
     def of(
@@ -86,6 +89,7 @@ class AttentionView:
             gate=adapter.output_gate(layer, outputs["q_proj"]),
             cos=cos,
             sin=sin,
+            selected=outputs.get("indexer"),
         )
 
     @property

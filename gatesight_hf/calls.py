@@ -56,12 +56,12 @@ class CallFollower(IndexedCache, Cache, SignalSink):
     @property
     def attention_layers(self) -> list[GateSightAttentionLayer]:
         """By attention ordinal."""
-        return [self.layers[i] for i in self.spec.attention_layers]  # type: ignore[misc]
+        return [self.layers[i] for i in self.spec.attention_layers]
 
     @property
     def gdn_layers(self) -> list[GDNStateLayer]:
         """By GDN ordinal."""
-        return [self.layers[i] for i in self.spec.gdn_layers]  # type: ignore[misc]
+        return [self.layers[i] for i in self.spec.gdn_layers]
 
     @property
     def _all_layers(self) -> list[GateSightAttentionLayer | GDNStateLayer]:

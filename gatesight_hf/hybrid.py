@@ -97,7 +97,7 @@ class HybridSpec:
 
     @property
     def indexed(self) -> bool:
-        """Whether one index per attention layer picks what queries attend to, so that its heads keep the same entries."""
+        """Whether an index picks what queries attend to, so that the heads of a layer keep the same entries."""
         return adapter_for(self).indexed
 
     def gdn_below(self, ordinal: int, window: int) -> tuple[int, ...]:
@@ -154,7 +154,7 @@ class FamilyAdapter(ABC):
 class Qwen35Adapter(FamilyAdapter):
     """Qwen3.5, 3.6, 3.8 (dense and MoE): separate projections for qkv, b and a."""
 
-    model_types = ("qwen3_5_text", "qwen3_5_moe_text")
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_text", "qwen3_5_moe_text")
     projections = ("in_proj_qkv", "in_proj_b", "in_proj_a")
 
     def b_and_a(self, layer: Any, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 import gatesight_kernels as kernels
 
-from ._compat import CACHE_ARGUMENTS, cache_argument, cache_of_call, selection_mask
+from ._compat import CACHE_ARGUMENTS, cache_argument, cache_of_call, selected_entries, selection_mask
 from .attention import VIEWED, AttentionView, named_arguments
 from .hybrid import FamilyAdapter, HybridModules, HybridSpec, adapter_for, find_modules
 
@@ -176,6 +176,15 @@ def _before_gdn(key: tuple[int, str, int], layer: nn.Module, args: Any, kwargs: 
     return args, {**kwargs, "attention_mask": sink.gdn_mask_for(kwargs.get("attention_mask"))}
 
 
+def _before_ple(ple: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Per-layer embeddings see pads as GDN layers do; a pad counts as an end of sequence among their n-grams."""
+    hidden, ids, sink = args
+    mask = sink.gdn_mask_for(kwargs.get("conv_mask")) if isinstance(sink, SignalSink) else None
+    if mask is None:
+        return None
+    return (hidden, ids.where(mask.bool(), ple.ple_embedding.eos_token_id), sink), {**kwargs, "conv_mask": mask}
+
+
 def _before_attention(key: tuple[int, str, int], layer: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     _calls.by_key.pop(key, None)
     sink = cache_of_call(kwargs)
@@ -213,14 +222,23 @@ def _before_o_proj(key: tuple[int, str, int], adapter: FamilyAdapter, module: nn
 
 
 def _index(
-    indexer: Any, before: Any, ordinal: int, hidden: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, cache: Any
+    indexer: Any,
+    before: Any,
+    key: tuple[int, str, int],
+    hidden: Tensor,
+    angles: tuple[Tensor, Tensor],
+    mask: Tensor,
+    cache: Any,
 ) -> Tensor:
     """The forward of an indexer, which a GateSight cache takes over once it is compacted."""
-    selected = cache.select_entries(ordinal, indexer, hidden, angles) if isinstance(cache, SignalSink) else None
-    if selected is not None:
-        return selection_mask(selected, mask)
     forward = before if before is not None else MethodType(type(indexer).forward, indexer)
-    return forward(hidden, angles, mask, cache)
+    if not isinstance(cache, SignalSink):
+        return forward(hidden, angles, mask, cache)
+    selected = cache.select_entries(key[2], indexer, hidden, angles)
+    if selected is None:
+        selected = selected_entries(forward(hidden, angles, mask, cache))
+    _keep_output(key, "indexer", indexer, (), selected)
+    return selection_mask(selected, mask)
 
 
 def _generate(model: Any, before: Any, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -270,6 +288,9 @@ class SignalHooks:
                 add(getattr(gdn, name).register_forward_hook(partial(_keep_output, key, name)))
             add(gdn.out_proj.register_forward_pre_hook(partial(_before_out_proj, key, adapter)))  # type: ignore[union-attr]
             add(gdn.register_forward_hook(partial(_after_layer, key), always_call=True))
+        for layer in modules.decoder.layers:  # type: ignore[union-attr]
+            if getattr(layer, "ple", None) is not None:
+                add(layer.ple.register_forward_pre_hook(_before_ple, with_kwargs=True))  # type: ignore[union-attr]
         for j, attention in enumerate(modules.attention):
             key = (id(self), "attention", j)
             add(attention.register_forward_pre_hook(partial(_before_attention, key), with_kwargs=True))
@@ -278,7 +299,7 @@ class SignalHooks:
             add(attention.o_proj.register_forward_pre_hook(partial(_before_o_proj, key, adapter)))  # type: ignore[union-attr]
             add(attention.register_forward_hook(partial(_after_layer, key), always_call=True))
             if adapter.indexed:
-                self._replace(attention.indexer, "forward", _index, j)
+                self._replace(attention.indexer, "forward", _index, key)
         modules.decoder._gatesight_hooks = self  # type: ignore[assignment]
 
     def cover(self, model: Any) -> None:

@@ -16,12 +16,14 @@ from transformers import DynamicCache
 from gatesight_hf import CacheStateError, GateSightCache
 from gatesight_hf.attention import named_arguments
 from gatesight_hf.budget import ALLOCATIONS
-from gatesight_hf.scoring import Scores
+from gatesight_hf.scoring import Recorder, Scores
 from gatesight_hf.sparse import SparseAttentionLayer
+from gatesight_hf.utility import continuation_utilities
 
 from .conftest import (
     Oracle,
     assert_same,
+    cache_kwargs,
     compacted,
     evicted_of,
     forward,
@@ -216,10 +218,12 @@ def test_keeping_all_equals_a_dynamic_cache_bit_for_bit(sparse, attention, lengt
     cache = GateSightCache(random_estimator(sparse), sparse, kept_fraction=1.0)
     found = forward(sparse, ids, cache, **padded(mask, ids.shape[1]))
     cache.compact()
+    assert found[mask.bool()].isfinite().all()
+    if not before[mask.bool()].isfinite().all():
+        pytest.skip("transformers up to 5.22: the model's own indexer overflows at pads in eager attention")
     assert torch.equal(found[mask.bool()], before[mask.bool()])
     given = padded(whole_mask, question)
     logits = forward(sparse, new, copy.deepcopy(expected), **given)
-    assert logits.isfinite().all()
     assert torch.equal(forward(sparse, new, cache.fork(), **given), logits)
     expected_steps = steps(sparse, whole, expected, attention_mask=whole_mask)
     for found, step in zip(steps(sparse, whole, cache.fork(), attention_mask=whole_mask), expected_steps, strict=True):
@@ -315,6 +319,16 @@ def test_per_layer_embeddings_equal_the_oracle(chunks):
     check_rows(model, eager(**options), cache, [row], questions_of(1, 1))  # a second question finds the same states
 
 
+@pytest.mark.parametrize("chunks", [[CONTEXT], [1] * CONTEXT], ids=["at once", "single tokens"])
+def test_per_layer_embeddings_skip_pads(chunks):
+    """Also those that come as the only new token, for which transformers builds no mask."""
+    options = {"indexer_budget": BUDGET, **PLE}
+    model, rows = tiny_model("qwen4_exp", **options), [row_of(length) for length in LENGTHS]
+    ids, mask = left_padded(rows)
+    cache = compacted(model, ids, chunks, mask, kept_fraction=0.5)
+    check_rows(model, eager(**options), cache, rows, questions_of(3, 6))
+
+
 def test_an_entry_has_the_best_score_of_any_head(sparse):
     whole = prefilled(sparse, random_ids(CONTEXT), allocation="flat")
     scores = [torch.rand(1, 2, CONTEXT, generator=torch.Generator().manual_seed(j)) for j in range(2)]
@@ -322,6 +336,25 @@ def test_an_entry_has_the_best_score_of_any_head(sparse):
     child.compact()
     for of_layer, kept in zip(scores, kept_of(child, 0, CONTEXT), strict=True):
         assert kept == sorted(of_layer[0].amax(0).topk(len(kept)).indices.tolist())
+
+
+@pytest.mark.parametrize("pads", [0, 4])
+def test_utilities_are_those_of_the_entries_that_queries_attend_to(sparse, plain_sparse, pads):
+    """From the attention weights of the model itself, which are 0 outside the selected blocks."""
+    row, later = random_ids(CONTEXT), random_ids(6, seed=1)
+    ids, mask = left_padded([row, random_ids(CONTEXT + pads)]) if pads else (row, torch.ones_like(row))
+    cache = prefilled(sparse, ids[:1], mask=mask[:1], scorer=Recorder())
+    found = continuation_utilities(sparse, cache.fork(), later, CONTEXT, 32**-0.5)
+    held = DynamicCache(config=plain_sparse.config)
+    weights = plain_sparse(torch.cat([row, later], 1), **cache_kwargs(plain_sparse, held), output_attentions=True)
+    for utilities, attended, layer in zip(found, weights.attentions, (held.layers[3], held.layers[7]), strict=True):
+        a, v = attended[0, :, -6:].double(), layer.values[0].double().repeat_interleave(3, dim=0)
+        outputs, kept = a @ v, a[..., :CONTEXT]
+        change = kept / (1 - kept) * torch.cdist(outputs, v[:, :CONTEXT])
+        expected = change.unflatten(0, (2, 3)).square().sum(1).sqrt().amax(1).float()
+        assert 0 < (expected == 0).sum() < expected.numel()
+        assert torch.equal(utilities == 0, expected == 0)
+        assert_same(utilities, expected)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

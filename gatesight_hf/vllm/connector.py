@@ -29,7 +29,7 @@ from ..estimator import Estimator
 from ..hybrid import HybridSpec
 from .paged import GateSightAttentionManager, GateSightAttentionSpec, Inherited
 from .sessions import Session, Sessions
-from .support import check_engine
+from .support import UnsupportedVLLMError, check_engine
 from .worker import CompactingWorker
 
 if TYPE_CHECKING:
@@ -117,6 +117,8 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
         estimator, most = given.pop("estimator"), given.pop("max_sessions", 64)
         self._options = {"kept_fraction": KEPT_FRACTION, **checked_options(given)}
         self._spec = HybridSpec.from_config(vllm_config.model_config.hf_text_config)
+        if self._spec.indexed:
+            raise UnsupportedVLLMError("GateSight has not been run with: sparse attention, whose index has pages too.")
         groups = kv_cache_config.kv_cache_groups
         #: Layer of each attention group.
         self._layers = {
