@@ -72,7 +72,7 @@ def default_mask(model: Any, ids: Tensor, arguments: dict[str, Any]) -> Tensor:
 
 
 class IndexedCache:
-    """Positions of an indexed model's tokens are on the first indexed layer, also for the releases that seek them here."""
+    """Positions of an indexed model's tokens stand on its first indexed layer, for releases that seek them here too."""
 
     layers: list[Any]
 

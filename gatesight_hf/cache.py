@@ -25,8 +25,9 @@ class GateSightCache(CallFollower):
 
     Until compaction it behaves as `DynamicCache` and records GDN signals. `generate` compacts it once, when the prompt
     is prefilled; after direct forwards call `compact()`. Keys keep the rotary angle of their first position, and later
-    tokens go on from the logical length. In a model with sparse attention, all KV heads of a layer keep the same entries,
-    each rated by the best of its heads' scores, and its index shrinks with them (`sparse.py`). A forward that fails leaves the cache as it was before.
+    tokens go on from the logical length. With sparse attention, all KV heads of a layer keep the same entries, those
+    with the best score of any head, and the layer's index shrinks with them (`sparse.py`). A forward that fails leaves
+    the cache as it was before.
 
     Args:
         scorer (`Scorer`): Rates KV entries, for example an `Estimator`.

@@ -65,7 +65,7 @@ class CallFollower(IndexedCache, Cache, SignalSink):
 
     @property
     def _all_layers(self) -> list[GateSightAttentionLayer | GDNStateLayer]:
-        return self.layers  # type: ignore[return-value]
+        return self.layers
 
     @property
     def is_compacted(self) -> bool:

@@ -290,7 +290,7 @@ class SignalHooks:
             add(gdn.register_forward_hook(partial(_after_layer, key), always_call=True))
         for layer in modules.decoder.layers:  # type: ignore[union-attr]
             if getattr(layer, "ple", None) is not None:
-                add(layer.ple.register_forward_pre_hook(_before_ple, with_kwargs=True))  # type: ignore[union-attr]
+                add(layer.ple.register_forward_pre_hook(_before_ple, with_kwargs=True))
         for j, attention in enumerate(modules.attention):
             key = (id(self), "attention", j)
             add(attention.register_forward_pre_hook(partial(_before_attention, key), with_kwargs=True))

@@ -380,6 +380,7 @@ def test_new_tokens_add_a_key_for_every_four(sparse):
         held = [layer.block_keys.shape[1] for layer in cache.attention_layers]
         assert held == [(kept + asked) // RATIO for kept in counts]
         assert {layer.raw_keys.shape[1] for layer in cache.attention_layers} == {RATIO - 1}
+        assert all(layer.positions is None for layer in cache.attention_layers)
 
 
 # -- forks, batches, failures ------------------------------------------------------------------------------------------
