@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -17,6 +18,7 @@ from gatesight_hf import CacheStateError, GateSightCache
 from gatesight_hf.attention import named_arguments
 from gatesight_hf.budget import ALLOCATIONS
 from gatesight_hf.scoring import Recorder, Scores
+from gatesight_hf.signals import attach
 from gatesight_hf.sparse import SparseAttentionLayer
 from gatesight_hf.utility import continuation_utilities
 
@@ -492,3 +494,17 @@ def test_hooks_give_the_indexer_back(plain_sparse):
     assert "forward" not in vars(indexer)
     with pytest.raises(CacheStateError, match="hooks"):
         forward(model, ids[:, :1], cache)
+
+
+@pytest.mark.parametrize("first", ["offloaded", "hooked"])
+def test_an_offloaded_model_answers_alike(plain_sparse, first):
+    """Weights are there only inside their modules' own forwards; compaction needs those of the indexer's norm."""
+    ids, new = random_ids(CONTEXT), random_ids(6, seed=1)
+    estimator, model = random_estimator(plain_sparse), copy.deepcopy(plain_sparse)
+    expected = forward(model, new, compacted(model, ids, kept_fraction=0.5, scorer=estimator))
+    model = copy.deepcopy(plain_sparse)
+    if first == "hooked":
+        attach(model)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert model.model.layers[3].self_attn.indexer.k_layernorm.weight.device.type == "meta"
+    assert torch.equal(forward(model, new, compacted(model, ids, kept_fraction=0.5, scorer=estimator)), expected)
