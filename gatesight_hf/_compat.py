@@ -4,6 +4,8 @@
   `cache` in both and warns on the old names. Drop the old names when the lower bound passes 5.23.
 - Those versions' chunked prefill starts at position 0 even if the cache has seen tokens. Drop
   `without_restarting_chunks` with them.
+- 5.19 and 5.20 keep the positions of an indexed model's tokens on the cache, later ones on its first indexed layer.
+- Up to 5.22 an indexer gives an additive mask where it is given one, later ones always booleans.
 - All of them prefill in `GenerationMixin._prefill`, the one private method that the library relies on (`signals.py`).
 """
 
@@ -14,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
@@ -66,3 +69,48 @@ def default_mask(model: Any, ids: Tensor, arguments: dict[str, Any]) -> Tensor:
     if pad is None or pad in (end if isinstance(end, (list, tuple)) else [end]):
         return torch.ones_like(ids)
     return ids.ne(pad).long()
+
+
+class IndexedCache:
+    """Positions of an indexed model's tokens stand on its first indexed layer, for releases that seek them here too."""
+
+    layers: list[Any]
+
+    @property
+    def position_ids(self) -> Tensor:
+        """`[axes, B, tokens]`.
+
+        Raises:
+            AttributeError: There are none, as these releases expect.
+        """
+        positions = self._first_indexed().indexer_position_ids
+        if positions is None:
+            raise AttributeError("No positions yet.")
+        return positions
+
+    @position_ids.setter
+    def position_ids(self, positions: Tensor) -> None:
+        self._first_indexed().indexer_position_ids = positions
+
+    def _first_indexed(self) -> Any:
+        for layer in self.layers:
+            if hasattr(layer, "indexer_position_ids"):
+                return layer
+        raise AttributeError("No layer is indexed.")
+
+
+_ADDITIVE_SELECTION = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
+
+
+def selected_entries(selection: Tensor) -> Tensor:
+    """Which entries an indexer selected, as booleans."""
+    return selection if selection.dtype == torch.bool else selection == 0
+
+
+def selection_mask(selected: Tensor, mask: Tensor) -> Tensor:
+    """What this release has an indexer give where it is given `mask`, bool or additive."""
+    if not (_ADDITIVE_SELECTION and mask.is_floating_point()):
+        return selected
+    # Nothing where the mask hides an entry already: the sum would overflow, and be NaN for a pad, which sees no entry.
+    hidden = selected.logical_not() & (mask == 0)
+    return torch.zeros_like(mask).masked_fill_(hidden, torch.finfo(mask.dtype).min)

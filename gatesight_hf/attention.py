@@ -1,7 +1,7 @@
 """One view of an attention layer in a forward: queries, keys, values and output gate, before and after RoPE."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -42,6 +42,11 @@ def _tables(embedding: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
     own = copy.deepcopy(embedding)
     cos, sin = own(torch.empty(0, device=positions.device, dtype=torch.float32), positions.unsqueeze(0))
     return cos[0], sin[0]
+
+
+def named_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of an attention layer's forward by name: some families pass the first two by position."""
+    return {**dict(zip(("hidden_states", "position_embeddings"), args, strict=False)), **kwargs}
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,8 @@ class AttentionView:
         gate: `[B, T, heads, D or 1]`, logits of the output gate; None if the layer has none.
         cos, sin: `[B, T, R]`.
         latent: How MLA reads its latents; None for other attention.
+        selected: `[B or 1, 1, T or 1, entries or 1]`, bool: what an indexer picked for each token, pads and later
+            tokens not always excluded; None without an indexer.
     """
 
     hidden: Tensor
@@ -103,6 +110,7 @@ class AttentionView:
     cos: Tensor
     sin: Tensor
     latent: LatentMap | None = None
+    selected: Tensor | None = None
 
     @cached_property
     def queries_before_rope(self) -> Tensor:

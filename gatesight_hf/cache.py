@@ -19,6 +19,7 @@ from .layers import GDNStateLayer, SlidingAttentionLayer
 from .report import CacheReport, storage_bytes
 from .scoring import Prefill, Recorder, Scorer, Scores, checked_scores
 from .signals import attach
+from .sparse import SparseAttentionLayer
 
 
 class GateSightCache(CallFollower):
@@ -26,7 +27,9 @@ class GateSightCache(CallFollower):
 
     Until compaction it behaves as `DynamicCache` and records GDN signals. `generate` compacts it once, when the prompt
     is prefilled; after direct forwards call `compact()`. Keys keep the rotary angle of their first position, and later
-    tokens go on from the logical length. A forward that fails leaves the cache as it was before.
+    tokens go on from the logical length. With sparse attention, all KV heads of a layer keep the same entries, those
+    with the best score of any head, and the layer's index shrinks with them (`sparse.py`). A forward that fails leaves
+    the cache as it was before.
 
     Args:
         scorer (`Scorer`): Rates KV entries, for example an `Estimator`.
@@ -63,15 +66,17 @@ class GateSightCache(CallFollower):
         _check_scorer(scorer, spec)
         attach(model)
 
-        adapter = adapter_for(spec)
-        layers: dict[int, Any] = {i: GDNStateLayer() for i in spec.gdn_layers}
-        layers |= {i: adapter.cache_layer() for i in spec.attention_layers}
+        adapter, modules = adapter_for(spec), find_modules(model, spec)
+        states = getattr(model.config.get_text_config(decoder=True), "number_of_conv_states", 1)
+        layers: dict[int, Any] = {i: GDNStateLayer(states) for i in spec.gdn_layers}
+        for i, attention in zip(spec.attention_layers, modules.attention, strict=True):
+            layers[i] = SparseAttentionLayer(attention.indexer) if spec.indexed else adapter.cache_layer()
         layers |= {i: SlidingAttentionLayer(spec.sliding_window or 0) for i in spec.sliding_layers or ()}
         super().__init__(layers=[layers[i] for i in sorted(layers)])
         self.spec = spec
         self.scorer = scorer
         self.options = _possible(options, spec)
-        self._rotary = rotary_tables(adapter.rotary_embedding(find_modules(model, spec).decoder))
+        self._rotary = rotary_tables(adapter.rotary_embedding(modules.decoder))
         self._clear()
 
     @classmethod
@@ -125,6 +130,7 @@ class GateSightCache(CallFollower):
         self._seconds["compact"] = self._clock() - begun
         self._recording = None
         self._plan = self._plan.carried_out()
+        self._forget_positions()
         return self.report()
 
     def prefill(self) -> Prefill:
@@ -256,6 +262,7 @@ class GateSightCache(CallFollower):
             gate_means=means,
             kv_bytes_before=None if plan is None else plan.kv_bytes_before,
             kv_bytes=self._kv_bytes(),
+            index_bytes=storage_bytes(t for layer in self.attention_layers for t in layer.index_tensors),
             gdn_bytes=sum(layer.nbytes for layer in self.gdn_layers),
             signal_bytes=0 if recording is None else storage_bytes(recording.tensors),
             seconds=dict(self._seconds),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ._compat import default_mask, without_restarting_chunks
+from ._compat import IndexedCache, default_mask, without_restarting_chunks
 from .attention import AttentionView
 from .compaction import CompactionOptions, Plan
 from .errors import CacheStateError
@@ -21,12 +21,13 @@ from .multimodal import core_of, has_pictures, positions_on_axes, rope_deltas_af
 from .recording import Recording
 from .scoring import Scorer
 from .signals import SignalSink
+from .sparse import SparseAttentionLayer
 
 #: What a forward changes besides layers; values are replaced, never written to, but for the recording, which is copied.
 _PER_FORWARD = ("_recording", "_plan", "_padding", "_ids", "_rope_deltas", "_pictures")
 
 
-class CallFollower(Cache, SignalSink):
+class CallFollower(IndexedCache, Cache, SignalSink):
     """The half of `GateSightCache` that its model's layers and hooks talk to."""
 
     spec: HybridSpec
@@ -65,16 +66,16 @@ class CallFollower(Cache, SignalSink):
     @property
     def attention_layers(self) -> list[GateSightAttentionLayer]:
         """By attention ordinal."""
-        return [self.layers[i] for i in self.spec.attention_layers]  # type: ignore[misc]
+        return [self.layers[i] for i in self.spec.attention_layers]
 
     @property
     def gdn_layers(self) -> list[GDNStateLayer]:
         """By GDN ordinal."""
-        return [self.layers[i] for i in self.spec.gdn_layers]  # type: ignore[misc]
+        return [self.layers[i] for i in self.spec.gdn_layers]
 
     @property
     def _all_layers(self) -> list[GateSightAttentionLayer | GDNStateLayer | SlidingAttentionLayer]:
-        return self.layers  # type: ignore[return-value]
+        return self.layers
 
     @property
     def is_compacted(self) -> bool:
@@ -103,6 +104,10 @@ class CallFollower(Cache, SignalSink):
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self._check_announced()
         return super().update(*args, **kwargs)
+
+    def update_indexer(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._check_announced()
+        return super().update_indexer(*args, **kwargs)
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
         self._check_announced()
@@ -227,6 +232,7 @@ class CallFollower(Cache, SignalSink):
             self._recover()
             return
         self._before = None
+        self._forget_positions()
         if self._in_context:
             self._seconds["prefill"] += self._clock() - self._begun
 
@@ -275,6 +281,19 @@ class CallFollower(Cache, SignalSink):
         layer = self.attention_layers[ordinal]
         group = self.spec.num_attention_heads // self.spec.num_key_value_heads
         return layer.attention_mask(query.shape[1], self._padding, implementation, query.dtype, group)
+
+    def select_entries(
+        self, ordinal: int, indexer: Any, hidden: Tensor, angles: tuple[Tensor, Tensor]
+    ) -> Tensor | None:
+        layer = self.attention_layers[ordinal]
+        assert isinstance(layer, SparseAttentionLayer)
+        return layer.select(indexer, hidden, angles)
+
+    def _forget_positions(self) -> None:
+        """Drop those of an indexed model's context, which it would turn into angles again in every forward."""
+        for layer in self.attention_layers:
+            if self.is_compacted and isinstance(layer, SparseAttentionLayer):
+                layer.indexer_position_ids = None
 
     def gdn_mask_for(self, mask: Any) -> Any:
         return mask if self._late_pads is None else self._late_pads

@@ -115,7 +115,7 @@ def plan_compaction(
     else:
         if options.allocation == "score":
             scorer = Scores(checked_scores(scorer, prefill))
-            shares = _shares_by_score(scorer.of, budgets, lengths, options.protected_prefix)
+            shares = _shares_by_score(_scores(scorer, prefill), budgets, lengths, options.protected_prefix)
             counts = [
                 spread(total, weights, n, options.block_size) if n else [0] * count
                 for total, weights, n in zip(budgets, shares, evictable, strict=True)
@@ -162,7 +162,7 @@ def _plan_layers(
 ) -> list[LayerPlan]:
     """The same number of entries for all heads of a layer."""
     whole = [all(row[j] == n for row, n in zip(counts, evictable, strict=True)) for j in range(len(prefill.keys))]
-    scores = [] if all(whole) else checked_scores(scorer, prefill)
+    scores = [] if all(whole) else _scores(scorer, prefill)
     layers = []
     for j, keys in enumerate(prefill.keys):
         if whole[j]:
@@ -171,16 +171,34 @@ def _plan_layers(
             layers.append(LayerPlan(None, torch.arange(slots, device=keys.device) >= first_slot.unsqueeze(1)))
         else:
             of_layer = [row[j] for row in counts]
-            layers.append(LayerPlan(*select(scores[j], of_layer, prefill.lengths, protected_prefix)))
+            chosen = select(scores[j], of_layer, prefill.lengths, protected_prefix)
+            layers.append(_layer_plan(*chosen, keys.shape[1]))
     return layers
 
 
 def _plan_global(prefill: Prefill, scorer: Scorer, budgets: list[int], protected_prefix: int) -> list[LayerPlan]:
     """Entries of all layers and heads compete for one budget."""
-    scores = checked_scores(scorer, prefill)
+    scores = _scores(scorer, prefill)
     heads = scores[0].shape[1]
     chosen = select_global(scores, [heads * n for n in budgets], prefill.lengths, protected_prefix)
-    return [LayerPlan(*of_layer) for of_layer in chosen]
+    return [_layer_plan(*of_layer, prefill.spec.num_key_value_heads) for of_layer in chosen]
+
+
+def _scores(scorer: Scorer, prefill: Prefill) -> list[Tensor]:
+    """`[B, H, T]` by layer; `[B, 1, T]` where heads must keep the same entries, since one index serves all of them.
+
+    An entry then has the best of its heads' scores: one that a single head needs stays, whether scores are utilities or
+    logarithms of them.
+    """
+    scores = checked_scores(scorer, prefill)
+    return [of_layer.amax(1, keepdim=True) for of_layer in scores] if prefill.spec.indexed else scores
+
+
+def _layer_plan(indices: Tensor, valid: Tensor, heads: int) -> LayerPlan:
+    """Of slots chosen for each head, or once for all `heads`."""
+    if indices.shape[1] < heads:
+        indices, valid = indices.expand(-1, heads, -1).contiguous(), valid.view(len(valid), -1)
+    return LayerPlan(indices, valid)
 
 
 def _fullest_head(layer: LayerPlan, row: int) -> int:

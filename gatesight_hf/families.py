@@ -31,18 +31,15 @@ class FamilyAdapter(ABC):
     gdn_output: ClassVar[str] = "out_proj"
     #: Whether attention outputs pass a gate, of which `gate` budgets are made.
     has_output_gate: ClassVar[bool] = True
+    #: What `config.layer_types` calls an attention layer.
+    attention_type: ClassVar[str] = "full_attention"
+    #: Whether attention layers have an `indexer`, see `sparse.py`.
+    indexed: ClassVar[bool] = False
     #: Whether layers of type `sliding_attention` may stand between the others.
     allows_sliding: ClassVar[bool] = False
     #: What holds the entries of an attention layer.
     cache_layer: ClassVar[type[GateSightAttentionLayer]] = GateSightAttentionLayer
 
-    @abstractmethod
-    @abstractmethod
-    @abstractmethod
-    @abstractmethod
-    @abstractmethod
-    @abstractmethod
-    @abstractmethod
     @abstractmethod
     def sizes(self, config: Any) -> dict[str, Any]:
         """What `HybridSpec` says of heads and channels."""
@@ -89,6 +86,7 @@ class FamilyAdapter(ABC):
             by_head(outputs["v_proj"]),
             self.output_gate(attention, outputs["q_proj"]) if self.has_output_gate else None,
             *_angles(kwargs, hidden),
+            selected=outputs.get("indexer"),
         )
 
     def rotary_embedding(self, decoder: Any) -> Any:
@@ -99,7 +97,11 @@ class FamilyAdapter(ABC):
 def _angles(kwargs: Mapping[str, Any], hidden: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin `[B, T, R]` that a layer was given; of no channels where it turns nothing (NoPE)."""
     given = kwargs.get("position_embeddings")
-    return (hidden[..., :0], hidden[..., :0]) if given is None else given
+    if given is None:
+        return hidden[..., :0], hidden[..., :0]
+    # Layers with an indexer get the angles of all tokens so far.
+    cos, sin = (table[:, -hidden.shape[1] :] for table in given)
+    return cos, sin
 
 
 def _signals(
@@ -176,6 +178,15 @@ class Qwen3NextAdapter(GDNAdapter):
         grouped = outputs["in_proj_qkvz"].unflatten(-1, (layer.num_k_heads, -1))
         start = 2 * layer.head_k_dim
         return grouped[..., start : start + per_key_head]
+
+
+class Qwen4ExpAdapter(Qwen35Adapter):
+    """Qwen4-Exp: the mixers of Qwen3.5, with sparse attention (QSA)."""
+
+    model_types = ("qwen4_exp_text",)
+    multimodal_types = ()
+    attention_type = "indexed_attention"
+    indexed = True
 
 
 class OlmoHybridAdapter(GDNAdapter):
@@ -306,6 +317,7 @@ class BailingHybridAdapter(KimiLinearAdapter):
 ADAPTERS: tuple[FamilyAdapter, ...] = (
     Qwen35Adapter(),
     Qwen3NextAdapter(),
+    Qwen4ExpAdapter(),
     OlmoHybridAdapter(),
     LaraMiniAdapter(),
     KimiLinearAdapter(),

@@ -66,13 +66,15 @@ class HybridSpec:
         types = list(text.layer_types)
         gdn, attention, sliding = (
             tuple(i for i, kind in enumerate(types) if kind == wanted)
-            for wanted in ("linear_attention", "full_attention", "sliding_attention")
+            for wanted in ("linear_attention", adapter.attention_type, "sliding_attention")
         )
-        known = {"linear_attention", "full_attention"} | ({"sliding_attention"} if adapter.allows_sliding else set())
+        known = {"linear_attention", adapter.attention_type}
+        known |= {"sliding_attention"} if adapter.allows_sliding else set()
         unknown = sorted(set(types) - known)
         if unknown:
             raise UnsupportedModelError(
-                f"{text.model_type}: layer types {unknown} are neither 'linear_attention' nor 'full_attention'."
+                f"{text.model_type}: layer types {unknown} are neither 'linear_attention' nor "
+                f"{adapter.attention_type!r}."
             )
         if not gdn or not attention or gdn[0] > attention[0]:
             raise UnsupportedModelError(
@@ -96,6 +98,11 @@ class HybridSpec:
     def scale(self) -> float:
         """Of attention logits."""
         return self.head_dim**-0.5 if self.logit_scale is None else self.logit_scale
+
+    @property
+    def indexed(self) -> bool:
+        """Whether an index picks what queries attend to, so that the heads of a layer keep the same entries."""
+        return adapter_for(self).indexed
 
     def gdn_below(self, ordinal: int, window: int) -> tuple[int, ...]:
         """GDN ordinals of the up to `window` nearest GDN layers below attention ordinal `ordinal`, ascending."""

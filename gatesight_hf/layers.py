@@ -4,7 +4,7 @@ An attention layer holds *kept* entries (the compacted context; empty before com
 after it; before compaction: everything). It tells tokens seen (logical) from entries held (physical).
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,12 @@ class GateSightAttentionLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
     is_croppable = False
+    #: Tensors with the batch dimension first.
+    batched: ClassVar[tuple[str, ...]] = (
+        "kept_keys", "kept_values", "kept_positions", "kept_valid", "tail_keys", "tail_values"
+    )  # fmt: skip
+    #: Whether the model reads a mask even where every query sees every entry.
+    needs_mask: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._clear()
@@ -72,6 +78,11 @@ class GateSightAttentionLayer(CacheLayerMixin):
         return None if self.tail_values is None else self._joined(self.kept_values, self.tail_values)
 
     @property
+    def index_tensors(self) -> list[Tensor]:
+        """What an index of the entries holds; empty but in sparse attention."""
+        return []
+
+    @property
     def _ragged(self) -> bool:
         """Whether heads keep different numbers of entries."""
         return self.kept_valid is not None and self.kept_valid.ndim == 3
@@ -114,14 +125,13 @@ class GateSightAttentionLayer(CacheLayerMixin):
             setattr(self, name, function(tensor))
 
     def _tensors(self) -> dict[str, Tensor]:
-        names = ("kept_keys", "kept_values", "kept_positions", "kept_valid", "tail_keys", "tail_values")
-        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+        return {name: tensor for name in self.batched if (tensor := getattr(self, name)) is not None}
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._map(lambda tensor: tensor[indices])
+        self._map(lambda tensor: tensor[indices.to(tensor.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
@@ -165,7 +175,7 @@ class GateSightAttentionLayer(CacheLayerMixin):
 
     def fork(self) -> "GateSightAttentionLayer":
         """A layer that shares all entries and appends to a tail of its own."""
-        child = type(self)()
+        child = object.__new__(type(self))
         child.restore(self.snapshot())
         return child
 
@@ -195,7 +205,7 @@ class GateSightAttentionLayer(CacheLayerMixin):
         # After compaction no pad can come: pads stand before a row's first token, which the context holds.
         late = padding[:, -tail:].to(device) if padding is not None and self.kept_keys is None else None
         padded = self.kept_valid is not None or late is not None
-        if (query_length == 1 or "flash" in implementation) and not padded:
+        if (query_length == 1 or "flash" in implementation) and not padded and not self.needs_mask:
             return None
         if implementation not in ("sdpa", "eager"):
             raise ValueError(

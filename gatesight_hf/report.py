@@ -20,6 +20,7 @@ class CacheReport:
         gate_means: Per row and attention layer, mean of sigmoid(output gate); empty if not needed or there is none.
         kv_bytes_before: Attention cache just before compaction; None before compaction.
         kv_bytes: Attention cache now. A fork counts the entries it shares with its parent too.
+        index_bytes: Index of sparse attention now, with the angles that it needs; 0 in other models.
         gdn_bytes: Convolution and recurrent states now.
         signal_bytes: Signals, and what else is held for scoring now; 0 after compaction.
         seconds: Wall time of `prefill` (recorded forwards), `score` (with budget and selection) and `compact`.
@@ -33,6 +34,7 @@ class CacheReport:
     gate_means: list[list[float]]
     kv_bytes_before: int | None
     kv_bytes: int
+    index_bytes: int
     gdn_bytes: int
     signal_bytes: int
     seconds: dict[str, float]

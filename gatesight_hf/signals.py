@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ._compat import CACHE_ARGUMENTS, cache_argument, cache_of_call
-from .attention import AttentionView
+from ._compat import CACHE_ARGUMENTS, cache_argument, cache_of_call, selected_entries, selection_mask
+from .attention import AttentionView, named_arguments
 from .errors import UnsupportedModelError
 from .families import FamilyAdapter, adapter_for
 from .hybrid import HybridModules, HybridSpec, find_modules
@@ -66,6 +66,22 @@ class SignalSink(ABC):
     @abstractmethod
     def mask_for(self, ordinal: int, mask: Any, query: Tensor, implementation: str) -> Any:
         """The attention mask that attention ordinal `ordinal` must use in place of `mask`."""
+
+    @abstractmethod
+    def select_entries(
+        self, ordinal: int, indexer: Any, hidden: Tensor, angles: tuple[Tensor, Tensor]
+    ) -> Tensor | None:
+        """The entries that an indexer is to pick for the coming tokens of attention ordinal `ordinal`.
+
+        Args:
+            ordinal: Of the layer.
+            indexer: Its indexer.
+            hidden: `[B, T, C]`, the layer's input.
+            angles: cos and sin `[B, t, R]`, the last T of them those of the coming tokens.
+
+        Returns:
+            `[B or 1, 1, T or 1, entries or 1]`, bool; None leaves it to the indexer's own forward.
+        """
 
     @abstractmethod
     def gdn_mask_for(self, mask: Any) -> Any:
@@ -164,16 +180,26 @@ def _before_gdn(key: tuple[int, str, int], layer: nn.Module, args: Any, kwargs: 
     return args, {**kwargs, "attention_mask": sink.gdn_mask_for(kwargs.get("attention_mask"))}
 
 
+def _before_ple(ple: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Per-layer embeddings see pads as GDN layers do; a pad counts as an end of sequence among their n-grams."""
+    hidden, ids, sink = args
+    mask = sink.gdn_mask_for(kwargs.get("conv_mask")) if isinstance(sink, SignalSink) else None
+    if mask is None:
+        return None
+    return (hidden, ids.where(mask.bool(), ple.ple_embedding.eos_token_id), sink), {**kwargs, "conv_mask": mask}
+
+
 def _before_attention(key: tuple[int, str, int], layer: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     _calls.by_key.pop(key, None)
     sink = cache_of_call(kwargs)
     if not isinstance(sink, SignalSink):
         return None
+    kwargs = named_arguments(args, kwargs)
     if sink.wants_attention():
         _calls.by_key[key] = _Call(sink, layer, kwargs=kwargs)
     query = kwargs["hidden_states"]
     mask = sink.mask_for(key[2], kwargs.get("attention_mask"), query, layer.config._attn_implementation)
-    return args, {**kwargs, "attention_mask": mask}
+    return (), {**kwargs, "attention_mask": mask}
 
 
 def _after_layer(key: tuple[int, str, int], layer: nn.Module, args: Any, output: Any) -> None:
@@ -196,6 +222,26 @@ def _before_out_proj(key: tuple[int, str, int], adapter: FamilyAdapter, module: 
 def _before_o_proj(key: tuple[int, str, int], adapter: FamilyAdapter, module: nn.Module, args: Any) -> None:
     if (call := _calls.by_key.pop(key, None)) is not None:
         call.sink.record_attention(key[2], adapter.view(call.layer, call.kwargs, call.outputs))
+
+
+def _index(
+    indexer: Any,
+    before: Any,
+    key: tuple[int, str, int],
+    hidden: Tensor,
+    angles: tuple[Tensor, Tensor],
+    mask: Tensor,
+    cache: Any,
+) -> Tensor:
+    """The forward of an indexer, which a GateSight cache takes over once it is compacted."""
+    forward = before if before is not None else MethodType(type(indexer).forward, indexer)
+    if not isinstance(cache, SignalSink):
+        return forward(hidden, angles, mask, cache)
+    selected = cache.select_entries(key[2], indexer, hidden, angles)
+    if selected is None:
+        selected = selected_entries(forward(hidden, angles, mask, cache))
+    _keep_output(key, "indexer", indexer, (), selected)
+    return selection_mask(selected, mask)
 
 
 def _generate(model: Any, before: Any, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -234,7 +280,7 @@ class SignalHooks:
         self._handles: list[RemovableHandle] = []
         self._covered: list[Any] = []
         self._cores: list[Any] = []
-        self._replaced: list[tuple[Any, str]] = []
+        self._replaced: list[tuple[Any, str, Any]] = []
         self._decoder: Any = modules.decoder
         add = self._handles.append
         add(modules.decoder.register_forward_pre_hook(_before_decoder, with_kwargs=True))
@@ -246,6 +292,9 @@ class SignalHooks:
                 add(getattr(gdn, name).register_forward_hook(partial(_keep_output, key, name)))
             add(getattr(gdn, adapter.gdn_output).register_forward_pre_hook(partial(_before_out_proj, key, adapter)))
             add(gdn.register_forward_hook(partial(_after_layer, key), always_call=True))
+        for layer in modules.decoder.layers:  # type: ignore[union-attr]
+            if getattr(layer, "ple", None) is not None:
+                add(layer.ple.register_forward_pre_hook(_before_ple, with_kwargs=True))
         for j, attention in enumerate(modules.attention):
             key = (id(self), "attention", j)
             add(attention.register_forward_pre_hook(partial(_before_attention, key), with_kwargs=True))
@@ -253,6 +302,8 @@ class SignalHooks:
                 add(getattr(attention, name).register_forward_hook(partial(_keep_output, key, name)))
             add(attention.o_proj.register_forward_pre_hook(partial(_before_o_proj, key, adapter)))  # type: ignore[union-attr]
             add(attention.register_forward_hook(partial(_after_layer, key), always_call=True))
+            if adapter.indexed:
+                self._replace(attention.indexer, "forward", _index, key)
         modules.decoder._gatesight_hooks = self  # type: ignore[assignment]
 
     def cover(self, model: Any) -> None:
@@ -268,18 +319,21 @@ class SignalHooks:
         self._handles.append(model.register_forward_pre_hook(_rename_cache, with_kwargs=True))
         for module in model.modules():
             for name, method in _METHODS.items():
-                before = vars(module).get(name)
-                if hasattr(type(module), name) and getattr(before, "func", None) is not method:
-                    setattr(module, name, partial(method, module, before))
-                    self._replaced.append((module, name))
+                if hasattr(type(module), name) and getattr(vars(module).get(name), "func", None) is not method:
+                    self._replace(module, name, method)
+
+    def _replace(self, module: Any, name: str, method: Any, *bound: Any) -> None:
+        """Put `method` in place of a module's own; it is given the module and what an earlier one put there."""
+        setattr(module, name, partial(method, module, vars(module).get(name), *bound))
+        self._replaced.append((module, name, method))
 
     def remove(self) -> None:
         """Take everything off; does nothing the second time."""
         for handle in self._handles:
             handle.remove()
-        for module, name in self._replaced:
+        for module, name, method in self._replaced:
             ours = vars(module).get(name)
-            if getattr(ours, "func", None) is _METHODS[name]:
+            if getattr(ours, "func", None) is method:
                 delattr(module, name)
                 if ours.args[1] is not None:
                     setattr(module, name, ours.args[1])

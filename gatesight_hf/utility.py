@@ -18,7 +18,9 @@ from .attention import AttentionView
 QUERIES_PER_CHUNK = 64
 
 
-def entry_utilities(queries: Tensor, keys: Tensor, values: Tensor, context: int, scale: float) -> Tensor:
+def entry_utilities(
+    queries: Tensor, keys: Tensor, values: Tensor, context: int, scale: float, selected: Tensor | None = None
+) -> Tensor:
     """Utilities of the first `context` entries for queries that follow each other at the end of the keys.
 
     Logits are float32; weights and changes are float64, since 1 - a loses all its digits in float32 where one entry
@@ -30,6 +32,7 @@ def entry_utilities(queries: Tensor, keys: Tensor, values: Tensor, context: int,
         values: `[H, T, D]`, or `[heads, T, D]` where each query head reads values of its own from an entry (MLA).
         context: Entries to rate, the first ones.
         scale: Of the logits.
+        selected: `[Q, T]`, bool: keys that an indexer picked for each query; None without an indexer.
 
     Returns:
         `[H, context]`, float32, not normalised.
@@ -49,7 +52,10 @@ def entry_utilities(queries: Tensor, keys: Tensor, values: Tensor, context: int,
             query = queries[start:stop, head * groups : (head + 1) * groups].float()
             logits = torch.einsum("qgd,td->gqt", query, key) * scale
             own = torch.arange(length - count + start, length - count + stop, device=keys.device)
-            logits = logits.masked_fill(slot > own[:, None], float("-inf"))
+            hidden = slot > own[:, None]
+            if selected is not None:
+                hidden = hidden | selected[start:stop].logical_not()
+            logits = logits.masked_fill(hidden, float("-inf"))
             weights = logits.double().softmax(-1)
             outputs = weights @ value
             distance = (
@@ -86,7 +92,10 @@ def continuation_utilities(model: Any, child: Any, ids: Tensor, context: int, sc
     def rate(ordinal: int, view: AttentionView) -> None:
         layer = child.attention_layers[ordinal]
         keys, values = layer.keys[0, :, pads:], layer.values[0, :, pads:]
-        found.append(entry_utilities(view.queries[0], keys, view.read(values), context, scale))
+        selected = view.selected
+        if selected is not None:
+            selected = selected[0, 0].expand(ids.shape[1], pads + keys.shape[1])[:, pads:]
+        found.append(entry_utilities(view.queries[0], keys, view.read(values), context, scale, selected))
 
     with torch.no_grad(), child.watch_attention(rate):
         model(ids, **{cache_argument(model): child}, use_cache=True, logits_to_keep=1)

@@ -32,11 +32,13 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    Qwen4ExpForCausalLM,
+    Qwen4ExpTextConfig,
 )
 
 from gatesight_hf import Estimator, EstimatorConfig, GateSightCache, Prefill
 from gatesight_hf._compat import cache_argument, cache_of_call
-from gatesight_hf.attention import AttentionView
+from gatesight_hf.attention import AttentionView, named_arguments
 from gatesight_hf.families import adapter_for
 from gatesight_hf.hybrid import HybridSpec, find_modules
 from gatesight_hf.scoring import Needs
@@ -55,6 +57,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen3_next": (Qwen3NextForCausalLM, Qwen3NextConfig),
     "olmo_hybrid": (OlmoHybridForCausalLM, OlmoHybridConfig),
     "kimi_linear": (KimiLinearForCausalLM, KimiLinearConfig),
+    "qwen4_exp": (Qwen4ExpForCausalLM, Qwen4ExpTextConfig),
 }
 for name, family in (("lara_mini", "LaraMini"), ("bailing_hybrid", "BailingHybrid")):
     if hasattr(transformers, f"{family}Config"):  # not in every supported release
@@ -75,6 +78,11 @@ FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
     "qwen3_5": {**GDN, **MROPE},
     "qwen3_5_moe": {**GDN, **MROPE, **EXPERTS, **SHARED},
     "qwen3_next": {**GDN, **GATED, **EXPERTS, **SHARED},
+    # Its attention is dense up to the budget of tokens; test_sparse.py goes beyond it.
+    "qwen4_exp": {
+        **GDN, **MROPE, **EXPERTS, **SHARED, "hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 4,
+        "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 64, "indexer_compress_ratio": 4,
+    },
     "olmo_hybrid": {**GDN, **TOKENS, "rope_parameters": ROPE},
     "lara_mini": {
         **GDN, **EXPERTS, **SHARED, **TOKENS, "attention_bias": True, "rope_parameters": ROPE, "sliding_window": 9,
@@ -124,7 +132,7 @@ def randomised(model_class: Any, config: Any, family: str) -> Any:
             gain = O_PROJ_GAIN if name.startswith(loud) or "forget_gate" in name else GAIN
             parameter.copy_(gain * noise * parameter.shape[-1] ** -0.5)
     for shift, layer in zip((-1.5, 1.0), attention_layers, strict=False):
-        if family.startswith("qwen3"):
+        if family.startswith("qwen"):
             layer.q_proj.bias.view(-1, 2, layer.head_dim)[:, 1] += shift  # type: ignore[union-attr, operator]
     return model
 
@@ -322,7 +330,7 @@ def capture_attention(model: Any, spec: HybridSpec, cache: Any) -> Iterator[list
     def before(ordinal: int, module: Any, args: Any, kwargs: Any) -> None:
         calls.pop(ordinal, None)
         if cache_of_call(kwargs) is cache:
-            calls[ordinal] = (kwargs, {})
+            calls[ordinal] = (named_arguments(args, kwargs), {})
 
     def keep(ordinal: int, name: str, module: Any, args: Any, output: Tensor) -> None:
         if ordinal in calls:
@@ -373,6 +381,7 @@ class Oracle:
         context = evicted.shape[1]
 
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            kwargs = named_arguments(args, kwargs)
             held = kwargs.get("cache", kwargs.get("past_key_values")).layers[module.layer_idx]  # type: ignore[union-attr]
             past = held.get_seq_length()
             queries = past + torch.arange(kwargs["hidden_states"].shape[1])
@@ -381,7 +390,8 @@ class Oracle:
             hidden[:, queries >= context, :context] |= evicted[:, None]
             groups = module.num_key_value_groups
             mask = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf).repeat_interleave(groups, dim=0)
-            return args, {**kwargs, "attention_mask": mask[None]}
+            # An indexer of the model reads a mask of every row.
+            return (), {**kwargs, "attention_mask": mask.expand(len(kwargs["hidden_states"]), -1, -1, -1)}
 
         return hook
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from gatesight_hf import GateSightCache, signals
+from gatesight_hf.attention import named_arguments
 from gatesight_hf.families import adapter_for
 from gatesight_hf.hybrid import HybridSpec, find_modules
 from gatesight_hf.recording import Recording
@@ -53,7 +54,7 @@ def hidden_states(modules: list[nn.Module]) -> Iterator[list[list[Tensor]]]:
     seen: list[list[Tensor]] = [[] for _ in modules]
 
     def hook_of(chunks: list[Tensor]) -> Any:
-        return lambda module, args, kwargs: chunks.append(kwargs["hidden_states"])
+        return lambda module, args, kwargs: chunks.append(named_arguments(args, kwargs)["hidden_states"])
 
     handles = [m.register_forward_pre_hook(hook_of(c), with_kwargs=True) for m, c in zip(modules, seen, strict=True)]
     yield seen

@@ -10,7 +10,9 @@ from gatesight_hf.utility import QUERIES_PER_CHUNK, entry_utilities, normalise
 pytestmark = pytest.mark.core
 
 
-def brute_force(queries: Tensor, keys: Tensor, values: Tensor, context: int, scale: float) -> Tensor:
+def brute_force(
+    queries: Tensor, keys: Tensor, values: Tensor, context: int, scale: float, selected: Tensor | None = None
+) -> Tensor:
     """Delete each entry in turn and recompute the softmax over what is left."""
     heads, length, _ = keys.shape
     groups, count = queries.shape[1] // heads, len(queries)
@@ -20,9 +22,10 @@ def brute_force(queries: Tensor, keys: Tensor, values: Tensor, context: int, sca
             end = length - count + t + 1
             key, value = keys[head, :end].double(), values[head, :end].double()
             logits = queries[t, head * groups : (head + 1) * groups].double() @ key.T * scale
-            full = logits.softmax(-1) @ value
+            seen = [k for k in range(end) if selected is None or selected[t, k]]
+            full = logits[:, seen].softmax(-1) @ value[seen]
             for i in range(context):
-                rest = [k for k in range(end) if k != i]
+                rest = [k for k in seen if k != i]
                 without = logits[:, rest].softmax(-1) @ value[rest]
                 result[head, i] = max(result[head, i], (without - full).norm())
     return result.float()
@@ -35,6 +38,17 @@ def test_closed_form_equals_deletion(sharpness: float) -> None:
     keys, values = torch.randn(2, 24, 16, generator=generator), torch.randn(2, 24, 16, generator=generator)
     found = entry_utilities(queries, keys, values, 19, 16**-0.5)
     expected = brute_force(queries, keys, values, 19, 16**-0.5)
+    assert (normalise(found) - normalise(expected)).abs().max() < 1.4e-5
+
+
+def test_entries_that_no_query_selects_have_no_utility() -> None:
+    generator = torch.Generator().manual_seed(1)
+    queries, keys, values = (torch.randn(n, m, 16, generator=generator) for n, m in ((5, 6), (2, 24), (2, 24)))
+    selected = torch.rand(5, 24, generator=generator) < 0.3
+    selected[:, 19:] = True
+    found = entry_utilities(queries, keys, values, 19, 16**-0.5, selected)
+    assert torch.equal(found > 0, selected[:, :19].any(0).expand(2, -1))
+    expected = brute_force(queries, keys, values, 19, 16**-0.5, selected)
     assert (normalise(found) - normalise(expected)).abs().max() < 1.4e-5
 
 

@@ -27,7 +27,7 @@ from .messages import ASK, DROP, OPEN, REPORT, Asked, Compaction, OpenOptions, O
 from .metrics import SessionPromMetrics, SessionStats
 from .paged import GateSightAttentionManager, GateSightAttentionSpec, Inherited
 from .sessions import Session, Sessions
-from .support import check_engine
+from .support import UnsupportedVLLMError, check_engine
 from .worker import CompactingWorker
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
         self._options = OpenOptions(scorer=self._estimators[0]).updated(given)
         self._options.check_scorer(self._estimators)
         self._spec = HybridSpec.from_config(vllm_config.model_config.hf_text_config)
+        if self._spec.indexed:
+            raise UnsupportedVLLMError("GateSight has not been run with: sparse attention, whose index has pages too.")
         groups = kv_cache_config.kv_cache_groups
         #: Layer of each attention group.
         self._layers = {
