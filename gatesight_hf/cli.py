@@ -69,6 +69,49 @@ def _train(args: argparse.Namespace) -> None:
     print(json.dumps(metrics, indent=2) if args.json else format_metrics(metrics))
 
 
+def _add_inspect(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    verb = verbs.add_parser("inspect", help="what an estimator's folder or Hub repo holds")
+    verb.add_argument("source", metavar="REPO_OR_FOLDER", help="a folder, or a repo as owner/name")
+    verb.add_argument("--revision", help="branch, tag or commit of the repo")
+    verb.add_argument("--json", action="store_true", help="print JSON")
+    verb.set_defaults(run=_inspect)
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    from .publishing import format_inspection, inspect
+
+    found = inspect(args.source, revision=args.revision)
+    print(json.dumps(found, indent=2) if args.json else format_inspection(found))
+
+
+def _add_push(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    verb = verbs.add_parser("push", help="check an estimator's folder and send it to the Hub, in one commit")
+    verb.add_argument("folder", type=Path, metavar="FOLDER", help="as `gatesight train` writes it")
+    verb.add_argument("repo", metavar="REPO", help="owner/name; made if need be")
+    verb.add_argument("--dry-run", action="store_true", help="check all and list what would be sent, without a network")
+    verb.add_argument("--also", action="append", default=[], metavar="FILE", help="another file to send; repeatable")
+    verb.add_argument("--private", action="store_true", default=None, help="of a repo that is made")
+    verb.add_argument("--revision", help="branch, made if need be (default: main)")
+    verb.add_argument("--message", help="of the commit")
+    verb.add_argument("--json", action="store_true", help="print JSON")
+    verb.set_defaults(run=_push)
+
+
+def _push(args: argparse.Namespace) -> None:
+    from .publishing import format_push, push_folder
+
+    result = push_folder(
+        args.folder,
+        args.repo,
+        also=args.also,
+        dry_run=args.dry_run,
+        private=args.private,
+        revision=args.revision,
+        commit_message=args.message,
+    )
+    print(json.dumps(result, indent=2) if args.json else format_push(result))
+
+
 def _add_evaluation(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     from gatesight_eval.cli import add_evaluate, add_report
 
@@ -84,6 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_demo(verbs)
     _add_train(verbs)
     _add_evaluation(verbs)
+    _add_inspect(verbs)
+    _add_push(verbs)
     args = parser.parse_args(arguments)
     try:
         args.run(args)

@@ -222,9 +222,11 @@ def _explained(
             "model.safetensors. Check the name and the revision."
         )
     if isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled)):
+        if offline and name is None:
+            return ConnectionError(f"Nothing was sent to {repo_id}: HF_HUB_OFFLINE=1 keeps the Hub from being asked.")
         if offline:
             return FileNotFoundError(
-                f"{meant}{name or repo_id} at revision {revision!r} is not in the cache, and offline the Hub is not "
+                f"{meant}{name} at revision {revision!r} is not in the cache, and offline the Hub is not "
                 "asked. Load it once without HF_HUB_OFFLINE and local_files_only, or give the cache_dir that has it."
             )
         if error.__cause__ is None:

@@ -11,10 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import huggingface_hub
+import pytest
 import yaml
+from huggingface_hub import constants
 
 READER, WRITER, STRANGER = "hf_reader", "hf_writer", "hf_stranger"
 
@@ -208,7 +212,7 @@ class Handler(BaseHTTPRequestHandler):
         elif self.token != WRITER:
             self.refuse(403, None, f"You don't have the rights to create a model under {name}")
         elif name in self.hub.repos:
-            self.refuse(409, None, "You already created this model repo")
+            self.answer(409, {"error": "You already created this model repo", "url": f"{self.hub.url}/{name}"})
         else:
             self.hub.repos[name] = FakeRepo(private=private)
             self.hub.repos[name].commit({".gitattributes": b"*.safetensors filter=lfs\n"})
@@ -265,3 +269,26 @@ def serve() -> Iterator[FakeHub]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A Hub that huggingface_hub takes for the real one, with an empty cache and nobody logged in."""
+    with serve() as hub:
+        point_to(monkeypatch, hub.url)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        yield hub
+    huggingface_hub.close_session()
+
+
+def point_to(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    huggingface_hub.close_session()
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    # The client waits between tries, which takes half a minute where there is no network.
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)

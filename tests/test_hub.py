@@ -4,11 +4,10 @@ import hashlib
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import constants
@@ -19,34 +18,11 @@ from gatesight_hf.methods.hidden import HiddenStateConfig, HiddenStateScorer
 from gatesight_hf.reference import ESTIMATOR_PATH, load_model, load_tokenizer
 
 from .conftest import random_estimator, random_tensors
-from .hub_server import READER, STRANGER, FakeHub, FakeRepo, serve
+from .hub_server import READER, STRANGER, FakeHub, FakeRepo, point_to
 
 pytestmark = pytest.mark.core
 
 REPO = "org/gatesight-tiny"
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A Hub that huggingface_hub takes for the real one, with an empty cache and nobody logged in."""
-    with serve() as hub:
-        point_to(monkeypatch, hub.url)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-        yield hub
-    huggingface_hub.close_session()
-
-
-def point_to(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    huggingface_hub.close_session()
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    # The client waits between tries, which takes half a minute where there is no network.
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
 
 
 @pytest.fixture
