@@ -1,5 +1,6 @@
 """Cards of estimators in folders and on the Hub: rendered from results, without a number of their own."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,11 @@ def render(metadata: Mapping[str, Any], title: str, sections: Sequence[str]) -> 
     """A card: front matter, title, and sections apart by blank lines."""
     front = yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True, width=1000)
     return f"---\n{front}---\n\n" + "\n\n".join([f"# {title}", *(section.strip() for section in sections)]) + "\n"
+
+
+def paragraph(text: str) -> str:
+    """Prose in lines of at most 120 characters."""
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def model_index(name: str, results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -108,12 +114,10 @@ model.generate(**inputs, past_key_values=cache)
 
 def _measured(metrics: Mapping[str, Any]) -> str:
     table = "\n".join(held_out_table(metrics))
-    sampling = metrics["sampling"]
-    return f"""## Measured on {_held_out(metrics)}
-
-{table}
-
-Means over documents, attention layers and KV heads. Trained on {metrics["train_documents"]} other documents, seed
-{metrics["seed"]}, with {sampling["continuations"]} sampled continuations of {sampling["tokens"]}
-tokens each.
-Versions: {", ".join(f"{name} {version}" for name, version in metrics["versions"].items())}."""
+    sampling, versions = metrics["sampling"], (" ".join(pair) for pair in metrics["versions"].items())
+    trained = paragraph(
+        f"Means over documents, attention layers and KV heads. Trained on {metrics['train_documents']} other "
+        f"documents, seed {metrics['seed']}, with {sampling['continuations']} sampled continuations of "
+        f"{sampling['tokens']} tokens each. Versions: {', '.join(versions)}."
+    )
+    return f"## Measured on {_held_out(metrics)}\n\n{table}\n\n{trained}"

@@ -119,17 +119,19 @@ def _add_evaluation(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add_report(verbs)
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command line's parser, with all verbs."""
+    made = argparse.ArgumentParser(prog="gatesight", description=__doc__)
+    made.add_argument("--version", action="version", version=__version__)
+    verbs = made.add_subparsers(required=True, metavar="VERB")
+    for add in (_add_demo, _add_train, _add_evaluation, _add_inspect, _add_push):
+        add(verbs)
+    return made
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status. Errors that a user can mend are one line on stderr."""
-    parser = argparse.ArgumentParser(prog="gatesight", description=__doc__)
-    parser.add_argument("--version", action="version", version=__version__)
-    verbs = parser.add_subparsers(required=True, metavar="VERB")
-    _add_demo(verbs)
-    _add_train(verbs)
-    _add_evaluation(verbs)
-    _add_inspect(verbs)
-    _add_push(verbs)
-    args = parser.parse_args(arguments)
+    args = parser().parse_args(arguments)
     try:
         args.run(args)
     except KeyboardInterrupt:
