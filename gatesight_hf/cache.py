@@ -327,6 +327,6 @@ def _check_scorer(scorer: Scorer, spec: HybridSpec) -> None:
         given = f"the class {scorer.__name__}" if isinstance(scorer, type) else type(scorer).__name__
         raise TypeError(
             f"scorer must be an Estimator or a scorer such as methods.RandomScorer(), got {given};"
-            " to load an estimator from a folder use Estimator.from_pretrained(folder)."
+            " to load an estimator use Estimator.from_pretrained(folder_or_repo)."
         )
     scorer.check(spec)

@@ -202,8 +202,8 @@ def _explained(
     if isinstance(error, LocalTokenNotFoundError):
         return PermissionError(f"token=True, but no token is stored: {LOG_IN}.")
     if isinstance(error, GatedRepoError):
-        mend = "ask for access on its page, with the account of your token" if has_token else f"{LOG_IN}, of an account"
-        return PermissionError(f"The Hub repo {repo_id} is gated: {mend}{'' if has_token else ' that has access'}.")
+        mend = "with the account of your token" if has_token else f"then {LOG_IN}"
+        return PermissionError(f"The Hub repo {repo_id} is gated: ask for access on its page, {mend}.")
     if isinstance(error, RepositoryNotFoundError):
         seen = "your token can see" if has_token else "can be seen without a token"
         mend = "use a token of an account that may read it" if has_token else LOG_IN
@@ -235,9 +235,11 @@ def _explained(
         status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, HFValidationError):
         return ValueError(f"{repo_id!r} is neither a folder here nor a valid name of a Hub repo: {error}")
+    if status == 401 and not has_token:
+        return PermissionError(f"The Hub wants a token for {repo_id}: {LOG_IN}.")
     if status == 401:
         return PermissionError(
-            f"The Hub refused the token for {repo_id} as invalid or expired: {LOG_IN} that is valid."
+            f"The Hub refused the token for {repo_id} as invalid or expired: give one that is valid."
         )
     if status == 403:
         return PermissionError(
@@ -245,7 +247,8 @@ def _explained(
             "right, of an account that has it too."
         )
     if status is not None:
-        return ConnectionError(f"The Hub answered {status} for {repo_id}. Try again later. {str(error).strip()}")
+        later = "Try again later. " if status == 429 or status >= 500 else ""
+        return ConnectionError(f"The Hub answered {status} for {repo_id}. {later}{str(error).strip()}")
     if isinstance(error, HTTPError):
         return ConnectionError(
             f"{meant}the Hub cannot be reached ({str(error) or type(error).__name__}). Check the network, or "

@@ -209,6 +209,8 @@ class Handler(BaseHTTPRequestHandler):
     def create(self, name: str, private: bool) -> None:
         if self.token is None:
             self.refuse(401, None, "Invalid username or password.")
+        elif self.token not in (READER, WRITER, STRANGER):
+            self.refuse(401, None, "Invalid credentials in Authorization header")
         elif self.token != WRITER:
             self.refuse(403, None, f"You don't have the rights to create a model under {name}")
         elif name in self.hub.repos:

@@ -91,7 +91,8 @@ def test_weights_that_the_hub_has_are_not_sent_again(hub, folder):
 @pytest.mark.parametrize(
     ("token", "error", "match"),
     [
-        (None, PermissionError, "refused the token .*hf auth login"),
+        (None, PermissionError, "wants a token for org/.*hf auth login"),
+        ("hf_wrong", PermissionError, "invalid or expired"),
         (READER, PermissionError, "may not write to the Hub repo org/"),
         (True, PermissionError, "no token is stored"),
     ],
@@ -299,7 +300,7 @@ def test_rows_are_those_of_the_metrics():
     assert len(held_out_rows(METRICS)) == len(METRICS["held_out"])
 
 
-def test_fake_hub_refuses_a_wrong_licence(hub: FakeHub, folder: Path) -> None:
+def test_a_card_that_the_hub_refuses_is_not_committed(hub: FakeHub, folder: Path) -> None:
     change_card(folder, "license: apache-2.0", "license: mine")
     with pytest.raises(ValueError, match="license"):
         push_folder(folder, REPO, token=WRITER)
