@@ -72,19 +72,33 @@ class GateSightCache(CallFollower):
         self._clear()
 
     @classmethod
-    def from_pretrained(cls, estimator: str | Path, *, model: Any, **options: Any) -> "GateSightCache":
+    def from_pretrained(
+        cls,
+        estimator: str | Path,
+        *,
+        model: Any,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        **options: Any,
+    ) -> "GateSightCache":
         """Load an estimator and make a cache with it.
 
         Args:
-            estimator: Folder of an estimator.
+            estimator: Folder of an estimator, or its repo on the Hub.
             model: The model it was trained for.
+            revision, token, cache_dir, local_files_only: See `Estimator.from_pretrained`.
             options: `kept_fraction`, `protected_prefix`, `allocation`, `block_size`, `gate_exponent`.
 
         Raises:
-            FileNotFoundError, ValueError: See `Estimator.from_pretrained`.
+            OSError, ValueError: See `Estimator.from_pretrained`.
             UnsupportedModelError, EstimatorMismatchError: See `GateSightCache`.
         """
-        return cls(Estimator.from_pretrained(estimator), model, **options)
+        scorer = Estimator.from_pretrained(
+            estimator, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
+        )
+        return cls(scorer, model, **options)
 
     # -- compaction ----------------------------------------------------------------------------------------------------
 
@@ -313,6 +327,6 @@ def _check_scorer(scorer: Scorer, spec: HybridSpec) -> None:
         given = f"the class {scorer.__name__}" if isinstance(scorer, type) else type(scorer).__name__
         raise TypeError(
             f"scorer must be an Estimator or a scorer such as methods.RandomScorer(), got {given};"
-            " to load an estimator from a folder use Estimator.from_pretrained(folder)."
+            " to load an estimator use Estimator.from_pretrained(folder_or_repo)."
         )
     scorer.check(spec)

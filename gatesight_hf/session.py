@@ -58,21 +58,31 @@ class Session:
         protected_prefix: int = 0,
         allocation: str = "gate",
         prefill_chunk_size: int | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
     ) -> "Session":
         """Prefill a document and compact its cache.
 
         Args:
             model: The hybrid model.
             tokenizer: Its tokenizer.
-            estimator: Folder of an estimator, or a scorer.
+            estimator: Folder of an estimator, its repo on the Hub, or a scorer.
             text: The document.
             kept_fraction, protected_prefix, allocation: See `GateSightCache`.
             prefill_chunk_size: Tokens per forward; None prefills in one.
+            revision, token, cache_dir, local_files_only: See `Estimator.from_pretrained`.
 
         Raises:
-            ValueError: The document has no tokens, or see `GateSightCache`.
+            OSError, ValueError: The document has no tokens, or see `GateSightCache.from_pretrained`.
         """
-        scorer = estimator if isinstance(estimator, Scorer) else Estimator.from_pretrained(estimator)
+        if isinstance(estimator, Scorer):
+            scorer = estimator
+        else:
+            scorer = Estimator.from_pretrained(
+                estimator, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
+            )
         cache = GateSightCache(scorer, model, kept_fraction, protected_prefix, allocation)
         ids = tokenizer(text, return_tensors="pt").input_ids.to(model.device)
         if ids.shape[1] == 0:

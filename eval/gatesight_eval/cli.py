@@ -239,7 +239,8 @@ def _scorers(args: argparse.Namespace, model: Any, tokenizer: Any) -> Any:
     import torch
 
     from gatesight_hf import reference
-    from gatesight_hf.training.run import HIDDEN_STATES_FOLDER, reference_texts
+    from gatesight_hf.methods.hidden import HIDDEN_STATES_FOLDER
+    from gatesight_hf.training.run import reference_texts
 
     from .methods import ScorerFactory, calibration_ids
 

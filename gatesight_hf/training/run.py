@@ -16,9 +16,10 @@ import torch
 import transformers
 
 from .. import __version__
+from ..cards import estimator_card
 from ..estimator import EstimatorConfig
 from ..hybrid import HybridSpec
-from ..methods.hidden import HiddenStateConfig
+from ..methods.hidden import HIDDEN_STATES_FOLDER, HiddenStateConfig
 from ..reference import documents as reference_documents
 from ..reference import load_model, load_tokenizer
 from .collect import Sampling, collect
@@ -26,8 +27,6 @@ from .fit import FitOptions, fit
 
 #: The shortest text worth a document, as a share of the asked length.
 SHORTEST_SHARE = 0.25
-#: Folder of the scorer on hidden states within the estimator's.
-HIDDEN_STATES_FOLDER = "hidden_states"
 #: Options that count something.
 POSITIVE_OPTIONS = (
     "train_documents",
@@ -196,7 +195,7 @@ def train_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
     if fitted.hidden_states is not None:
         fitted.hidden_states.save_pretrained(args.out / HIDDEN_STATES_FOLDER)
     (args.out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
-    (args.out / "README.md").write_text(card(metrics))
+    (args.out / "README.md").write_text(estimator_card(metrics), encoding="utf-8")
     return metrics
 
 
@@ -216,44 +215,3 @@ def format_metrics(metrics: dict[str, Any]) -> str:
     for name, row in metrics["held_out"].items():
         lines.append(f"{name:20} {row['overlap@10']:10.3f} {row['mass@10']:8.3f} {row['spearman']:9.3f}")
     return "\n".join(lines)
-
-
-def card(metrics: dict[str, Any]) -> str:
-    """The Hub card of an estimator, from its metrics alone."""
-    rows = "\n".join(
-        f"| {name} | {row['overlap@10']:.3f} | {row['mass@10']:.3f} | {row['spearman']:.3f} |"
-        for name, row in metrics["held_out"].items()
-    )
-    return f"""---
-library_name: gatesight_hf
-license: apache-2.0
-base_model: {metrics["base_model"]}
-tags:
-- kv-cache
-- gated-deltanet
-- gatesight
----
-
-# GateSight estimator for {metrics["base_model"]}
-
-Predicts from Gated-DeltaNet signals which KV entries of a context will matter later.
-{metrics["parameters"]:,} parameters; model layout `{metrics["fingerprint"]}`.
-
-```python
-from gatesight_hf import GateSightCache
-
-cache = GateSightCache.from_pretrained("path/to/this/folder", model=model, kept_fraction=0.1)
-model.generate(**inputs, past_key_values=cache)
-```
-
-## Measured on {metrics["eval_documents"]} held-out documents of up to {metrics["document_tokens"]} tokens
-
-| scores | overlap@10 | utility mass in the top 10 % | Spearman |
-|---|---|---|---|
-{rows}
-
-Means over documents, attention layers and KV heads. Trained on {metrics["train_documents"]} other documents, seed
-{metrics["seed"]}, with {metrics["sampling"]["continuations"]} sampled continuations of {metrics["sampling"]["tokens"]}
-tokens each.
-Versions: {", ".join(f"{name} {version}" for name, version in metrics["versions"].items())}.
-"""
