@@ -4,6 +4,7 @@ On disk a folder with `config.json` and `model.safetensors`. Both are untrusted 
 wrong shapes and wrong sizes are errors before anything is allocated.
 """
 
+import hashlib
 import json
 from abc import ABC, abstractmethod
 from dataclasses import asdict
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -21,8 +21,11 @@ from gatesight_kernels import PackedMLP, pack_mlp, packed_dtype, score_entries
 from .errors import EstimatorMismatchError
 from .hybrid import HybridSpec
 from .scoring import Needs, Prefill
+from .tensor_files import JSON_LIMIT, TensorFile, TensorInfo, parse_json
 
 CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
+#: More than any model has; bounds what a configuration makes us allocate.
+MOST_LAYERS = 4096
 
 
 class MLPConfig(ABC):
@@ -170,25 +173,29 @@ class MLPScorer(ABC, Generic[C]):
                     "huggingface_hub.snapshot_download(repo_id)."
                 )
         try:
-            data = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{folder / CONFIG_NAME} is not JSON that can be read: {error}") from error
-        if not isinstance(data, dict):
-            raise ValueError(f"{folder / CONFIG_NAME} must hold one JSON object.")
+            with (folder / CONFIG_NAME).open("rb") as text:
+                data = parse_json(text.read(JSON_LIMIT))
+        except ValueError as error:
+            raise ValueError(f"{folder / CONFIG_NAME}: {error}.") from error
         config = cls.config_class.from_dict(data)
-        shapes = config.tensor_shapes()
+        if config.num_layers > MOST_LAYERS:
+            raise ValueError(f"{folder / CONFIG_NAME}: {config.num_layers} attention layers, more than {MOST_LAYERS}.")
+        shapes = {name: TensorInfo(torch.float32, shape) for name, shape in config.tensor_shapes().items()}
         try:
-            with safe_open(folder / WEIGHTS_NAME, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a mapping
-                    shape = tuple(file.get_slice(name).get_shape())
-                    if shape != shapes.get(name):
-                        raise ValueError(
-                            f"{folder / WEIGHTS_NAME}: {name} has shape {shape}, {CONFIG_NAME} says {shapes.get(name)}."
-                        )
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"{folder / WEIGHTS_NAME} is not a safetensors file: {error}") from error
+            with TensorFile(folder / WEIGHTS_NAME) as file:
+                file.check(shapes)
+                tensors = file.read()
+        except ValueError as error:
+            raise ValueError(f"{folder / WEIGHTS_NAME}: {error}.") from error
         return cls(config, tensors)
+
+    @property
+    def identity(self) -> str:
+        """Class, and a digest of configuration and weights."""
+        digest = hashlib.sha256(json.dumps(asdict(self.config), sort_keys=True).encode())  # type: ignore[call-overload]
+        for name in sorted(self.tensors):
+            digest.update(name.encode() + self.tensors[name].detach().cpu().contiguous().numpy().tobytes())
+        return f"{type(self).__name__} {digest.hexdigest()[:16]}"
 
     def save_pretrained(self, path: str | Path) -> None:
         """Write `config.json` and `model.safetensors` into a folder, which is made if need be."""

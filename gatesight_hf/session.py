@@ -32,6 +32,10 @@ def prefill(model: Any, ids: Tensor, cache: GateSightCache, chunk_size: int | No
             model(chunk, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
 
 
+def _scorer(estimator: str | Path | Scorer) -> Scorer:
+    return estimator if isinstance(estimator, Scorer) else Estimator.from_pretrained(estimator)
+
+
 class Session:
     """Text in, answers out, over one compacted document.
 
@@ -72,8 +76,7 @@ class Session:
         Raises:
             ValueError: The document has no tokens, or see `GateSightCache`.
         """
-        scorer = estimator if isinstance(estimator, Scorer) else Estimator.from_pretrained(estimator)
-        cache = GateSightCache(scorer, model, kept_fraction, protected_prefix, allocation)
+        cache = GateSightCache(_scorer(estimator), model, kept_fraction, protected_prefix, allocation)
         ids = tokenizer(text, return_tensors="pt").input_ids.to(model.device)
         if ids.shape[1] == 0:
             raise ValueError("The document has no tokens.")
@@ -103,6 +106,31 @@ class Session:
         if len(sequences) > 1:
             raise ValueError("ask() gives one answer; for several sequences call generate with session.cache.fork().")
         return self.tokenizer.decode(sequences[0, ids.shape[1] :], skip_special_tokens=True).strip()
+
+    def save(self, path: str | Path) -> None:
+        """Write the document's cache into one file; see `GateSightCache.save`.
+
+        Raises:
+            CacheStateError, OSError, ValueError: See there.
+        """
+        self.cache.save(path, tokenizer=self.tokenizer)
+
+    @classmethod
+    def load(
+        cls, path: str | Path, model: Any, tokenizer: Any, estimator: str | Path | Scorer | None = None
+    ) -> "Session":
+        """Open a saved session: the document is not prefilled again, and answers are the same.
+
+        Args:
+            path: The file that `save` wrote.
+            model, tokenizer: Those it was saved with.
+            estimator: Folder of an estimator, or a scorer, to make sure that the document was compacted with it.
+
+        Raises:
+            FileNotFoundError, SessionFileError, SessionMismatchError: See `GateSightCache.load`.
+        """
+        scorer = None if estimator is None else _scorer(estimator)
+        return cls(model, tokenizer, GateSightCache.load(path, model, tokenizer=tokenizer, scorer=scorer))
 
     def report(self) -> CacheReport:
         """Lengths, bytes and seconds of the document's cache."""

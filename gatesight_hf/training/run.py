@@ -18,6 +18,7 @@ import transformers
 from .. import __version__
 from ..estimator import EstimatorConfig
 from ..hybrid import HybridSpec
+from ..identity import weights_digest
 from ..methods.hidden import HiddenStateConfig
 from ..reference import documents as reference_documents
 from ..reference import load_model, load_tokenizer
@@ -198,16 +199,6 @@ def train_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
     (args.out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     (args.out / "README.md").write_text(card(metrics))
     return metrics
-
-
-def weights_digest(model: Any) -> str:
-    """A short digest of up to 64 values of every parameter: tells checkpoints of one layout apart."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        if parameter.device.type != "meta":
-            values = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)]
-            digest.update(name.encode() + values.float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def format_metrics(metrics: dict[str, Any]) -> str:
