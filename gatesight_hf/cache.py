@@ -1,6 +1,5 @@
 """GateSightCache: the life of one context. Prefill, compaction, forks, serving."""
 
-import weakref
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from .compaction import CompactionOptions, plan_compaction
 from .errors import CacheStateError
 from .estimator import Estimator
 from .hybrid import HybridSpec, find_modules
-from .identity import model_identity, scorer_identity, tokenizer_identity
+from .identity import Identity, ModelReference
 from .layers import Extent, GateSightAttentionLayer, GDNStateLayer
 from .report import CacheReport, storage_bytes
 from .scoring import Prefill, Recorder, Scorer, Scores, checked_scores
@@ -72,7 +71,7 @@ class GateSightCache(CallFollower):
         self.spec = spec
         self.scorer = scorer
         self.options = options
-        self._model = weakref.ref(model)
+        self._model = ModelReference(model)
         self._rotary = rotary_tables(find_modules(model, spec).decoder)
         self._clear()
 
@@ -264,9 +263,7 @@ class GateSightCache(CallFollower):
             raise CacheStateError("The cache's model is gone, and cannot be noted in the file: save while it is there.")
         context = self._plan.context
         saved = SavedCache(
-            model=model_identity(model),
-            tokenizer=None if tokenizer is None else tokenizer_identity(tokenizer),
-            scorer=scorer_identity(self.scorer),
+            identity=Identity.of(model, tokenizer, self.scorer),
             options=self.options,
             extent=Extent(self.batch_size, context, self.get_seq_length() - context),
             plan=self._plan,
@@ -298,12 +295,8 @@ class GateSightCache(CallFollower):
             UnsupportedModelError, EstimatorMismatchError: See `GateSightCache`.
         """
         with CacheFile(path) as file:
-            file.check(
-                model_identity(model),
-                None if tokenizer is None else tokenizer_identity(tokenizer),
-                None if scorer is None else scorer_identity(scorer),
-            )
-            cache = cls(scorer or AbsentScorer(file.saved.scorer), model, **asdict(file.saved.options))
+            file.check(Identity.of(model, tokenizer, scorer))
+            cache = cls(scorer or AbsentScorer(file.saved.identity.scorer), model, **asdict(file.saved.options))
             with torch.no_grad():
                 token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
                 model(token, **{cache_argument(model): cache}, use_cache=True)

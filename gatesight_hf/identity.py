@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -65,6 +67,45 @@ def tokenizer_identity(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def scorer_identity(scorer: Any) -> str:
-    """A trained scorer's own identity, its weights included; the name of its class for others."""
-    return getattr(scorer, "identity", None) or type(scorer).__name__
+@dataclass(frozen=True)
+class Identity:
+    """What a cache belongs to.
+
+    Attributes:
+        model: See `model_identity`.
+        tokenizer: See `tokenizer_identity`; None if there was none.
+        scorer: A trained scorer's own `identity` (of its weights too), or the name of its class; None if there is none.
+    """
+
+    model: dict[str, str]
+    tokenizer: str | None
+    scorer: str | None
+
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any, scorer: Any) -> "Identity":
+        return cls(
+            model=model_identity(model),
+            tokenizer=None if tokenizer is None else tokenizer_identity(tokenizer),
+            scorer=None if scorer is None else getattr(scorer, "identity", None) or type(scorer).__name__,
+        )
+
+    def difference(self, wanted: "Identity") -> tuple[str, str, str] | None:
+        """What is not as `wanted`, if anything: its name, as it is, as it is wanted. What `wanted` lacks may be any."""
+        for name, text in wanted.model.items():
+            if self.model[name] != text:
+                return f"model's {name}", self.model[name], text
+        for name in ("tokenizer", "scorer"):
+            own, text = getattr(self, name), getattr(wanted, name)
+            if text is not None and own != text:
+                return name, str(own), text
+        return None
+
+
+class ModelReference(weakref.ref[Any]):
+    """The model of a cache. Copies of the cache do not copy it, and pickles forget it."""
+
+    def __deepcopy__(self, memo: Any) -> "ModelReference":
+        return self
+
+    def __reduce__(self) -> Any:
+        return type, (None,)  # NoneType, which gives None when called, as the reference to a model that is gone

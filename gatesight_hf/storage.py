@@ -30,6 +30,7 @@ from torch import Tensor
 from .compaction import CompactionOptions, Plan
 from .errors import CacheStateError, SessionFileError, SessionMismatchError
 from .hybrid import HybridSpec
+from .identity import Identity
 from .layers import Extent, GateSightAttentionLayer, GDNStateLayer
 from .scoring import Needs, Prefill
 from .tensor_files import CHECKSUM, TensorFile, TensorInfo, parse_json, write_tensor_file
@@ -46,7 +47,7 @@ class SavedCache:
     """What a file says of a cache besides its layers.
 
     Attributes:
-        model, tokenizer, scorer: Identities; see `identity`.
+        identity: What it belongs to.
         options: How it was compacted.
         extent: Sizes.
         plan: The compaction that was carried out.
@@ -55,9 +56,7 @@ class SavedCache:
         padding: `[B, context + tail]`, bool, False at pads, or None.
     """
 
-    model: dict[str, str]
-    tokenizer: str | None
-    scorer: str
+    identity: Identity
     options: CompactionOptions
     extent: Extent
     plan: Plan
@@ -74,7 +73,7 @@ class AbsentScorer:
         identity: Of the scorer that is absent.
     """
 
-    identity: str
+    identity: str | None
     needs = Needs()
 
     def check(self, spec: HybridSpec) -> None:
@@ -102,9 +101,7 @@ def save_cache(path: str | Path, saved: SavedCache, layers: Sequence[Layer]) -> 
     if saved.plan.gate_means:
         tensors["gate_means"] = torch.tensor(saved.plan.gate_means, dtype=torch.float64)
     content = {
-        "model": saved.model,
-        "tokenizer": saved.tokenizer,
-        "scorer": saved.scorer,
+        **asdict(saved.identity),
         "options": asdict(saved.options),
         "layers": [layer.kind for layer in layers],
         "extent": asdict(saved.extent),
@@ -142,24 +139,15 @@ class CacheFile:
     def __exit__(self, *_: Any) -> None:
         self._file.close()
 
-    def check(self, model: Mapping[str, str], tokenizer: str | None, scorer: str | None) -> None:
-        """Compare identities; None is not compared.
-
-        Raises:
-            SessionMismatchError: The file is for another model, tokenizer or scorer.
-        """
-        found = {f"model's {name}": text for name, text in self.saved.model.items()}
-        wanted = {f"model's {name}": text for name, text in model.items()}
-        if tokenizer is not None:
-            found["tokenizer"], wanted["tokenizer"] = self.saved.tokenizer or "none", tokenizer
-        if scorer is not None:
-            found["scorer"], wanted["scorer"] = self.saved.scorer, scorer
-        for name, text in wanted.items():
-            if found[name] != text:
-                raise SessionMismatchError(
-                    f"{self._path}: saved with another {name}: {_short(found[name])} in the file, {_short(text)} "
-                    "given. Load it with what it was saved with, or prefill the document again."
-                )
+    def check(self, wanted: Identity) -> None:
+        """Raises SessionMismatchError if the file is for another model, tokenizer or scorer; None is not compared."""
+        difference = self.saved.identity.difference(wanted)
+        if difference is not None:
+            name, own, text = difference
+            raise SessionMismatchError(
+                f"{self._path}: saved with another {name}: {_short(own)} in the file, {_short(text)} given. Load it "
+                "with what it was saved with, or prefill the document again."
+            )
 
     def load_layers(self, layers: Sequence[Layer], device: torch.device) -> SavedCache:
         """Read all tensors into layers that have seen one token of the model.
@@ -324,9 +312,7 @@ def _parse(metadata: dict[str, str]) -> tuple[SavedCache, list[Any]]:
     ):
         raise ValueError(f"implausible plan {_short(plan)}")
     saved = SavedCache(
-        model=data["model"],
-        tokenizer=data["tokenizer"],
-        scorer=data["scorer"],
+        identity=Identity(data["model"], data["tokenizer"], data["scorer"]),
         options=CompactionOptions(**data["options"]),
         extent=extent,
         plan=Plan(layers=[], context=extent.context, kept=[], gate_means=[], **plan),
