@@ -1,0 +1,42 @@
+"""A saved cache, and copies of it that are wrong in one way."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gatesight_hf.tensor_files import TensorFile, write_tensor_file
+
+from .conftest import compacted, forward, left_padded, random_ids
+
+SLOTS = 43
+#: Changes tensors and the `cache` object of the metadata.
+Change = Callable[[dict[str, Tensor], dict[str, Any]], Any]
+
+
+def save_a_cache(model: Any, path: Path) -> Path:
+    """Two rows, one padded, and a tail, so that every kind of tensor is there."""
+    ids, mask = left_padded([random_ids(SLOTS), random_ids(17, seed=1)])
+    with torch.no_grad():
+        cache = compacted(model, ids, mask=mask, kept_fraction=0.3)
+        forward(model, random_ids(3, rows=2, seed=2), cache)
+        cache.save(path)
+    return path
+
+
+def changed_cache(source: Path, target: Path, change: Change) -> Path:
+    """A copy whose tensors and `cache` object are changed, its checksum being right."""
+    with TensorFile(source) as file:
+        tensors, metadata = file.read(), dict(file.metadata)
+    metadata.pop("sha256")
+    content = json.loads(metadata["cache"])
+    content["metadata"] = metadata
+    change(tensors, content)
+    del content["metadata"]
+    if "cache" in metadata:
+        metadata["cache"] = json.dumps(content)
+    write_tensor_file(target, tensors, metadata)
+    return target
