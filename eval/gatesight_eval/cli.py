@@ -89,6 +89,8 @@ def add_report(verbs: Verbs) -> None:  # type: ignore[valid-type]
 def _evaluate(args: argparse.Namespace) -> None:
     import torch
 
+    from gatesight_hf.loading import load_named
+
     from . import suites
     from .backends import TransformersBackend
     from .methods import Method, cells_of
@@ -105,7 +107,7 @@ def _evaluate(args: argparse.Namespace) -> None:
         setattr(args, name, _json_object(name, getattr(args, name)))
     fractions = _fractions(args.kept)
     asked = None if args.method is None else [Method.parse(label) for label in args.method.split(",")]
-    model, tokenizer = _load(args.model)
+    model, tokenizer = load_named(args.model)
     is_reference = args.model == "reference"
     scorers = _scorers(args, model, tokenizer)
     cells = cells_of(asked or [Method.parse(label) for label in _runnable(scorers)], fractions)
@@ -151,21 +153,6 @@ def _fractions(text: str) -> list[float]:
         return [check_kept_fraction(float(part)) for part in text.split(",")]
     except ValueError as error:
         raise ValueError(f"--kept {text}: {error}") from error
-
-
-def _load(name: str) -> tuple[Any, Any]:
-    from gatesight_hf import reference
-
-    if name == "reference":
-        return reference.load_model(), reference.load_tokenizer()
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    if name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir():
-        raise FileNotFoundError(f"--model {name}: no such folder.")
-    placement = {"device_map": "auto"} if torch.cuda.is_available() else {}
-    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto", **placement).eval()
-    return model, AutoTokenizer.from_pretrained(name)
 
 
 def _scorers(args: argparse.Namespace, model: Any, tokenizer: Any) -> Any:
