@@ -10,6 +10,8 @@ Format 1. Metadata: `format` and `format_version`; `sha256` of everything else (
 Tensors: `ids` int64 and `padding` bool `[B, context + tail]`, where known; `kept` int64 and, where known, `gate_means`
 float64 `[B, L]`; and `layers.{index}.{name}` for each tensor of a layer's `state`.
 
+A further kind of layer brings its own tensors by `kind`, `state`, `expected_state` and `load_state` (`layers.py`).
+
 A file is untrusted: nothing is allocated before every declared size was compared with the file's, and with those of a
 cache that has seen one token of the model. A file's content takes its own size in memory, once. The checksum tells of
 damage; who can write the file can also write its checksum.

@@ -12,7 +12,7 @@ from torch import Tensor
 from gatesight_hf import GateSightCache, SessionFileError
 from gatesight_hf.tensor_files import JSON_LIMIT, TensorFile, parse_json, write_tensor_file
 
-from .file_copies import Change, changed_cache, save_a_cache
+from .saved_files import Change, changed_cache, save_a_cache
 
 pytestmark = pytest.mark.core
 

@@ -1,14 +1,8 @@
-"""A saved cache answers as the one it was saved from, in any process, and a file is written whole or not at all."""
+"""A saved cache answers as the one it was saved from, in any process."""
 
 import copy
-import errno
-import gc
 import json
-import os
-import pickle
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +15,9 @@ from torch import Tensor
 
 from gatesight_hf import CacheStateError, GateSightCache, Session, SessionFileError, SessionMismatchError
 from gatesight_hf.identity import weights_digest
-from gatesight_hf.reference import ESTIMATOR_PATH, MODEL_PATH, documents, load_model, load_tokenizer
+from gatesight_hf.layers import Extent, GateSightAttentionLayer
+from gatesight_hf.reference import ESTIMATOR_PATH, documents, load_model, load_tokenizer
+from gatesight_hf.tensor_files import TensorInfo
 
 from .conftest import (
     KeyNorm,
@@ -34,11 +30,11 @@ from .conftest import (
     generate,
     left_padded,
     padded,
-    prefilled,
     random_estimator,
     random_ids,
     tiny_model,
 )
+from .saved_files import lines_of
 
 pytestmark = pytest.mark.core
 
@@ -49,15 +45,6 @@ CONTEXT, QUESTION = random_ids(LENGTH), random_ids(6, seed=9)
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "doc.gatesight"
-
-
-def last_line_of(code: str, *arguments: str) -> str:
-    """What another Python process prints last."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
 
 
 def padded_batch(model: Any, **options: Any) -> GateSightCache:
@@ -222,6 +209,38 @@ def test_no_copy_of_all_entries_is_made(dense, path, monkeypatch):
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in held)
 
 
+class IndexedLayer(GateSightAttentionLayer):
+    """A further kind of layer: it keeps one number per two entries besides them."""
+
+    kind = "indexed"
+
+    def state(self) -> dict[str, Tensor]:
+        held = super().state()
+        return held if self.kept_keys is None else {**held, "index": self.kept_keys[:, :, ::2, 0].half()}
+
+    def expected_state(self, extent: Extent, found: Any) -> dict[str, TensorInfo]:
+        expected = super().expected_state(extent, found)
+        rows, heads, kept = expected["kept_positions"].shape
+        return {**expected, "index": TensorInfo(torch.float16, (rows, heads, (kept + 1) // 2))}
+
+    def load_state(self, tensors: Any, extent: Extent) -> None:
+        super().load_state({name: tensor for name, tensor in tensors.items() if name != "index"}, extent)
+        self.loaded_index = tensors["index"]
+
+
+def test_a_further_kind_of_layer_brings_its_own_tensors(dense, path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("gatesight_hf.cache.GateSightAttentionLayer", IndexedLayer)
+        cache = compacted(dense, CONTEXT, kept_fraction=0.3)
+        cache.save(path)
+        loaded = GateSightCache.load(path, dense)
+        for layer, saved in zip(loaded.attention_layers, cache.attention_layers, strict=True):
+            assert isinstance(layer, IndexedLayer) and torch.equal(layer.loaded_index, saved.state()["index"])
+        assert torch.equal(forward(dense, QUESTION, loaded), forward(dense, QUESTION, cache.fork()))
+    with pytest.raises(SessionFileError, match=r"kinds .*'indexed'.* do not fit"):
+        GateSightCache.load(path, dense)
+
+
 # -- sessions ----------------------------------------------------------------------------------------------------------
 
 ANOTHER_PROCESS = """
@@ -253,7 +272,7 @@ def session(reference: tuple[Any, Any], document: Any) -> Session:
 def test_another_process_gives_the_same_answers(session, document, path):
     questions = [question.text for question in document.questions]
     session.save(path)
-    found = json.loads(last_line_of(ANOTHER_PROCESS, str(path), json.dumps(questions)))
+    found = json.loads(lines_of(ANOTHER_PROCESS, path, json.dumps(questions))[-1])
     assert found == [session.ask(question, max_new_tokens=8) for question in questions]
     assert [answer.split()[:4] for answer in found] == [q.expected.split() for q in document.questions]
 
@@ -326,100 +345,3 @@ def test_a_model_that_is_offloaded_or_without_its_head_is_the_same(dense, path):
     cpu_offload(model, execution_device=torch.device("cpu"))
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert weights_digest(model) == weights_digest(dense)
-
-
-# -- what is not saved -------------------------------------------------------------------------------------------------
-
-
-def test_an_uncompacted_cache_is_not_saved(dense, path):
-    for cache in (GateSightCache(random_estimator(dense), dense), prefilled(dense, CONTEXT)):
-        with pytest.raises(CacheStateError, match=r"call compact\(\) first"):
-            cache.save(path)
-    assert not path.exists()
-
-
-def test_states_that_are_not_finite_are_not_saved(dense, path):
-    cache = compacted(dense, CONTEXT, kept_fraction=0.3)
-    cache.gdn_layers[2].recurrent_states[0][0, 1, 2, 3] = torch.nan
-    with pytest.raises(ValueError, match=r"layers\.2\.recurrent_states\.0 holds NaN"):
-        cache.save(path)
-    assert not path.exists()
-
-
-def test_a_cache_whose_model_is_gone_is_not_saved(path):
-    model = tiny_model()
-    cache = compacted(model, CONTEXT, kept_fraction=0.3)
-    copied = copy.deepcopy(cache)
-    copied.save(path)
-    pickled = pickle.loads(pickle.dumps(cache))
-    del model
-    gc.collect()
-    for of_no_model in (cache, pickled):
-        with pytest.raises(CacheStateError, match="model is gone"):
-            of_no_model.save(path)
-
-
-# -- whole or not at all -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("old", [b"what was there before", None])
-@pytest.mark.parametrize("call", ["os.fsync", "pathlib.Path.replace"])
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
-def test_a_failure_leaves_the_old_file(dense, path, monkeypatch, old, call, error):
-    def fail(*_: Any) -> None:
-        raise error
-
-    if old is not None:
-        path.write_bytes(old)
-    cache = compacted(dense, CONTEXT, kept_fraction=0.3)
-    monkeypatch.setattr(call, fail)
-    with pytest.raises(type(error)):
-        cache.save(path)
-    monkeypatch.undo()
-    assert {p.name: p.read_bytes() for p in path.parent.iterdir()} == ({} if old is None else {path.name: old})
-    cache.save(path)
-    assert [p.name for p in path.parent.iterdir()] == [path.name]
-    GateSightCache.load(path, dense)
-
-
-DISK_FULL = """
-import resource, sys, torch
-from gatesight_hf import Session
-from gatesight_hf.reference import ESTIMATOR_PATH, load_model, load_tokenizer
-torch.set_num_threads(1)
-session = Session.open(load_model(), load_tokenizer(), ESTIMATOR_PATH, "The sky is blue . " * 100)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-try:
-    session.save(sys.argv[1])
-except OSError as error:
-    print(type(error).__name__, error.errno, session.ask("The", max_new_tokens=1) != "")
-"""
-
-
-def test_a_full_disk_leaves_the_old_file(path):
-    path.write_bytes(b"what was there before")
-    assert last_line_of(DISK_FULL, str(path)) == f"OSError {errno.EFBIG} True"
-    assert [(p.name, p.read_bytes()) for p in path.parent.iterdir()] == [(path.name, b"what was there before")]
-
-
-def test_where_a_file_goes(dense, path):
-    cache = compacted(dense, CONTEXT, kept_fraction=0.3)
-    with pytest.raises(FileNotFoundError):
-        cache.save(path / "no" / "such" / "folder")
-    with pytest.raises(IsADirectoryError):
-        cache.save(path.parent)
-    path.symlink_to(path.parent / "real")
-    cache.save(str(path))
-    assert path.is_symlink() and (path.parent / "real").is_file()
-    GateSightCache.load(str(path), dense)
-    umask = os.umask(0)
-    os.umask(umask)
-    assert path.stat().st_mode & 0o777 == 0o666 & ~umask
-
-
-def test_a_missing_file_is_named(dense, tmp_path):
-    for name in ("nowhere", "."):
-        with pytest.raises(FileNotFoundError, match="no such file"):
-            GateSightCache.load(tmp_path / name, dense)
-    with pytest.raises(SessionFileError, match="not one of a saved cache"):
-        GateSightCache.load(MODEL_PATH / "model.safetensors", dense)

@@ -1,6 +1,9 @@
-"""A saved cache, and copies of it that are wrong in one way."""
+"""What tests of saved caches share: a cache to save, copies that are wrong in one way, and another process."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,3 +43,12 @@ def changed_cache(source: Path, target: Path, change: Change) -> Path:
         metadata["cache"] = json.dumps(content)
     write_tensor_file(target, tensors, metadata)
     return target
+
+
+def lines_of(code: str, *arguments: Any) -> list[str]:
+    """What another Python process prints; it finds the packages and tests of this one."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
