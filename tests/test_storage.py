@@ -13,7 +13,7 @@ from accelerate import cpu_offload
 from safetensors import safe_open
 from torch import Tensor
 
-from gatesight_hf import CacheStateError, GateSightCache, Session, SessionFileError, SessionMismatchError
+from gatesight_hf import CacheStateError, GateSightCache, Prefill, Session, SessionFileError, SessionMismatchError
 from gatesight_hf.identity import weights_digest
 from gatesight_hf.layers import Extent, GateSightAttentionLayer
 from gatesight_hf.reference import ESTIMATOR_PATH, documents, load_model, load_tokenizer
@@ -66,11 +66,22 @@ def from_embeddings(model: Any, **options: Any) -> GateSightCache:
     return cache
 
 
+class SecondLayerFirst(KeyNorm):
+    """All entries of the second attention layer before any of the first."""
+
+    def score(self, prefill: Prefill) -> list[Tensor]:
+        first, second = super().score(prefill)
+        return [first - 1000, second]
+
+
 CASES: dict[str, Callable[[Any], GateSightCache]] = {
     "gate": lambda model: compacted(model, CONTEXT, kept_fraction=0.3),
     "flat, prefix": lambda model: compacted(model, CONTEXT, kept_fraction=0.2, allocation="flat", protected_prefix=4),
     "score, blocks": lambda model: compacted(model, CONTEXT, kept_fraction=0.3, allocation="score", block_size=4),
     "global": lambda model: compacted(model, CONTEXT, kept_fraction=0.3, allocation="global"),
+    "an empty layer": lambda model: compacted(
+        model, CONTEXT, kept_fraction=0.2, allocation="global", scorer=SecondLayerFirst()
+    ),
     "everything": lambda model: compacted(model, CONTEXT, kept_fraction=1.0),
     "padded": lambda model: padded_batch(model, kept_fraction=0.3),
     "padded, global": lambda model: padded_batch(model, kept_fraction=0.3, allocation="global"),
