@@ -1,22 +1,25 @@
 """GateSightCache: the life of one context. Prefill, compaction, forks, serving."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._compat import cache_argument
 from .attention import rotary_tables
 from .calls import CallFollower
 from .compaction import CompactionOptions, plan_compaction
 from .errors import CacheStateError
 from .estimator import Estimator
 from .hybrid import HybridSpec, find_modules
-from .layers import GateSightAttentionLayer, GDNStateLayer
+from .identity import Identity, ModelReference
+from .layers import Extent, GateSightAttentionLayer, GDNStateLayer
 from .report import CacheReport, storage_bytes
 from .scoring import Prefill, Recorder, Scorer, Scores, checked_scores
 from .signals import attach
+from .storage import AbsentScorer, CacheFile, SavedCache, save_cache
 
 
 class GateSightCache(CallFollower):
@@ -68,6 +71,7 @@ class GateSightCache(CallFollower):
         self.spec = spec
         self.scorer = scorer
         self.options = options
+        self._model = ModelReference(model)
         self._rotary = rotary_tables(find_modules(model, spec).decoder)
         self._clear()
 
@@ -246,6 +250,74 @@ class GateSightCache(CallFollower):
         """Forget the context: the cache is as new, and can prefill another one."""
         super().reset()
         self._clear()
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path, *, tokenizer: Any = None) -> None:
+        """Write the compacted cache into one file, from which `load` goes on in any process.
+
+        The file (`gatesight_hf.storage`) holds all entries, those shared with a parent too, GDN states, the ids of all
+        tokens seen, options, report, and which model, scorer and tokenizer they belong to. It is written beside `path`
+        and then takes its place, so that a failure leaves an old file as it was.
+
+        Args:
+            path: The file.
+            tokenizer: Noted, so that `load` can compare.
+
+        Raises:
+            CacheStateError: The cache is not compacted, or its model is gone.
+            OSError: The file cannot be written.
+            ValueError: A state holds NaN or infinite values.
+        """
+        self._recover()
+        if self._recording is not None or self._plan is None:
+            raise CacheStateError("Only a compacted cache can be saved: prefill a context and call compact() first.")
+        model = self._model()
+        if model is None:
+            raise CacheStateError("The cache's model is gone, and cannot be noted in the file: save while it is there.")
+        context = self._plan.context
+        saved = SavedCache(
+            identity=Identity.of(model, tokenizer, self.scorer),
+            options=self.options,
+            extent=Extent(self.batch_size, context, self.get_seq_length() - context),
+            plan=self._plan,
+            seconds=self._seconds,
+            ids=self._ids,
+            padding=self._padding,
+        )
+        save_cache(path, saved, self._all_layers)
+
+    @classmethod
+    def load(
+        cls, path: str | Path, model: Any, *, tokenizer: Any = None, scorer: Scorer | None = None
+    ) -> "GateSightCache":
+        """Read a compacted cache that `save` wrote; it answers as the one that was saved.
+
+        The file may come from anyone: its sizes are checked before memory is taken, and its values before they are
+        used. The model runs on one token, whose cache says what the file's tensors must be and where they go.
+
+        Args:
+            path: The file.
+            model: The model it was saved with: same layout, dtype and weights (of which a sample is compared).
+            tokenizer: Compared with the one noted in the file; None is not compared.
+            scorer: Likewise. Only needed to prefill another context after `reset()`.
+
+        Raises:
+            FileNotFoundError: No such file.
+            SessionFileError: The file is not a saved cache, damaged, or of another version.
+            SessionMismatchError: It belongs to another model, tokenizer or scorer.
+            UnsupportedModelError, EstimatorMismatchError: See `GateSightCache`.
+        """
+        with CacheFile(path) as file:
+            file.check(Identity.of(model, tokenizer, scorer))
+            cache = cls(scorer or AbsentScorer(file.saved.identity.scorer), model, **asdict(file.saved.options))
+            with torch.no_grad():
+                token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+                model(token, **{cache_argument(model): cache}, use_cache=True)
+            saved = file.load_layers(cache._all_layers, token.device)
+        cache._recording, cache._plan, cache._seconds = None, saved.plan, saved.seconds
+        cache._ids, cache._padding = saved.ids, saved.padding
+        return cache
 
     # -- reports -------------------------------------------------------------------------------------------------------
 

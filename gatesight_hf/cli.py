@@ -28,6 +28,31 @@ def _demo(args: argparse.Namespace) -> None:
     print(json.dumps(result, indent=2) if args.json else format_demo(result))
 
 
+def _add_ask(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    verb = verbs.add_parser("ask", help="ask questions to a document, or to a session saved of one")
+    verb.add_argument("--model", default="reference", help="'reference' (bundled), or a folder or Hub id")
+    verb.add_argument("--estimator", help="folder or Hub repo (default for the reference model: its own)")
+    source = verb.add_mutually_exclusive_group(required=True)
+    source.add_argument("--document", type=Path, help="text file to prefill")
+    source.add_argument("--session", type=Path, help="file that --save wrote: nothing is prefilled")
+    verb.add_argument("--question", action="append", default=[], help="text after the document; may be repeated")
+    verb.add_argument("--save", type=Path, help="file to keep the session in")
+    verb.add_argument("--kept-fraction", type=float, help="share of KV entries that stays, in (0, 1] (default: 0.1)")
+    verb.add_argument("--protected-prefix", type=int, help="first tokens that always stay (default: 0)")
+    verb.add_argument("--allocation", help="how layers share the budget (default: gate)")
+    verb.add_argument("--prefill-chunk-size", type=int, help="tokens per forward (default: all)")
+    verb.add_argument("--max-new-tokens", type=int, default=64, help="of an answer")
+    verb.add_argument("--json", action="store_true", help="print JSON")
+    verb.set_defaults(run=_ask)
+
+
+def _ask(args: argparse.Namespace) -> None:
+    from .ask import ask_from_arguments, format_answers
+
+    result = ask_from_arguments(args)
+    print(json.dumps(result, indent=2) if args.json else format_answers(result))
+
+
 def _add_train(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     verb = verbs.add_parser("train", help="train an estimator for a model, on documents")
     verb.add_argument("--model", required=True, help="'reference' (bundled), or a folder or Hub id of a hybrid model")
@@ -154,7 +179,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="gatesight", description=__doc__)
     made.add_argument("--version", action="version", version=__version__)
     verbs = made.add_subparsers(required=True, metavar="VERB")
-    for add in (_add_demo, _add_train, _add_serve, _add_inspect, _add_push, _add_evaluation):
+    for add in (_add_demo, _add_ask, _add_train, _add_serve, _add_inspect, _add_push, _add_evaluation):
         add(verbs)
     return made
 

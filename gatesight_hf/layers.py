@@ -4,6 +4,8 @@ An attention layer holds *kept* entries (the compacted context; empty before com
 after it; before compaction: everything). It tells tokens seen (logical) from entries held (physical).
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +13,23 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from gatesight_kernels import compact_rows
+
+from .tensor_files import TensorInfo
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Sizes that all layers of a saved cache share.
+
+    Attributes:
+        rows: B.
+        context: Slots of the context, all of them, kept or not.
+        tail: Tokens since compaction.
+    """
+
+    rows: int
+    context: int
+    tail: int
 
 
 class GateSightAttentionLayer(CacheLayerMixin):
@@ -27,6 +46,8 @@ class GateSightAttentionLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
     is_croppable = False
+    #: Names the layer's class in files of saved caches.
+    kind = "attention"
 
     def __init__(self) -> None:
         self._clear()
@@ -110,10 +131,11 @@ class GateSightAttentionLayer(CacheLayerMixin):
     # -- batches -------------------------------------------------------------------------------------------------------
 
     def _map(self, function: Any) -> None:
-        for name, tensor in self._tensors().items():
+        for name, tensor in self.state().items():
             setattr(self, name, function(tensor))
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor that the layer holds, by name: what is saved of it."""
         names = ("kept_keys", "kept_values", "kept_positions", "kept_valid", "tail_keys", "tail_values")
         return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
 
@@ -169,6 +191,35 @@ class GateSightAttentionLayer(CacheLayerMixin):
         child.restore(self.snapshot())
         return child
 
+    def expected_state(self, extent: Extent, found: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """What a file must hold for a compacted layer like this one, which has seen one token.
+
+        Args:
+            extent: Sizes of the saved cache.
+            found: What the file declares for the layer. Only how many entries are kept, and whether and for what
+                `kept_valid` is there, is taken from it.
+        """
+        assert self.tail_keys is not None and self.tail_values is not None
+        heads, shape = self.tail_keys.shape[1], found["kept_positions"].shape if "kept_positions" in found else ()
+        kept = min(shape[2], extent.context) if len(shape) == 3 else 0
+        slots = (extent.rows, heads, kept)
+        expected = {"kept_positions": TensorInfo(torch.int32, slots)}
+        for part, entries in (("keys", self.tail_keys), ("values", self.tail_values)):
+            expected[f"kept_{part}"] = TensorInfo(entries.dtype, (*slots, entries.shape[-1]))
+            expected[f"tail_{part}"] = TensorInfo(entries.dtype, (extent.rows, heads, extent.tail, entries.shape[-1]))
+        if "kept_valid" in found:
+            ragged = len(found["kept_valid"].shape) == 3
+            expected["kept_valid"] = TensorInfo(torch.bool, slots if ragged else (extent.rows, kept))
+        return expected
+
+    def load_state(self, tensors: Mapping[str, Tensor], extent: Extent) -> None:
+        """Become the layer whose `state` the tensors are, which are what `expected_state` said."""
+        self._clear()
+        for name, tensor in tensors.items():
+            setattr(self, name, tensor)
+        self.evicted = extent.context - self.kept_length
+        self.is_initialized = True
+
     # -- masks ---------------------------------------------------------------------------------------------------------
 
     def attention_mask(
@@ -218,7 +269,10 @@ class GateSightAttentionLayer(CacheLayerMixin):
 
 
 class GDNStateLayer(LinearAttentionLayer):
-    """Convolution and recurrent state of one GDN layer, with batch operations, forks and rollback."""
+    """Convolution and recurrent state of one GDN layer, with batch operations, forks, rollback and files."""
+
+    #: Names the layer's class in files of saved caches.
+    kind = "gdn"
 
     def reset(self) -> None:
         self.__init__(self.number_of_states)  # type: ignore[misc]
@@ -262,6 +316,25 @@ class GDNStateLayer(LinearAttentionLayer):
         # Copied too: a fused kernel may write the state it is given in place.
         child.recurrent_states = {i: None if s is None else s.clone() for i, s in self.recurrent_states.items()}
         return child
+
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor that the layer holds, by name: what is saved of it."""
+        return {
+            f"{name}.{i}": state
+            for name in ("conv_states", "recurrent_states")
+            for i, state in getattr(self, name).items()
+            if state is not None
+        }
+
+    def expected_state(self, extent: Extent, found: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """What a file must hold for a layer like this one, which has seen one token."""
+        return {name: TensorInfo(state.dtype, (extent.rows, *state.shape[1:])) for name, state in self.state().items()}
+
+    def load_state(self, tensors: Mapping[str, Tensor], extent: Extent) -> None:
+        """Become the layer whose `state` the tensors are, which are what `expected_state` said."""
+        for name, tensor in tensors.items():
+            states, _, i = name.partition(".")
+            getattr(self, states)[int(i)] = tensor
 
     def detach(self) -> None:
         """Let go of the autograd graph of forwards that ran with gradients."""

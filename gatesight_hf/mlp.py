@@ -4,6 +4,7 @@ On disk, or on the Hub, `config.json` and `model.safetensors`. Both are untruste
 wrong shapes and wrong sizes are errors before weights are downloaded or anything is allocated.
 """
 
+import hashlib
 import json
 from abc import ABC, abstractmethod
 from dataclasses import asdict
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -23,10 +23,11 @@ from .errors import EstimatorMismatchError
 from .hub import Folder, Repo, open_source
 from .hybrid import HybridSpec
 from .scoring import Needs, Prefill
+from .tensor_files import JSON_LIMIT, TensorFile, TensorInfo, parse_json
 
 CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
-#: Bytes that a configuration may have at most; that of 64 layers has 3 KB.
-LARGEST_CONFIG = 1 << 20
+#: More than any model has; bounds what a configuration makes us allocate.
+MOST_LAYERS = 4096
 
 
 M = TypeVar("M", bound="MLPConfig")
@@ -204,17 +205,21 @@ class MLPScorer(ABC, Generic[C]):
         inside = f"{subfolder}/" if subfolder else ""
         config = read_config(cls.config_class, files, inside + CONFIG_NAME)
         weights = files.get(inside + WEIGHTS_NAME, config.largest_weights)
-        shapes = config.tensor_shapes()
         try:
-            with safe_open(weights, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a mapping
-                    shape = tuple(file.get_slice(name).get_shape())
-                    if shape != shapes.get(name):
-                        raise ValueError(f"{weights}: {name} has shape {shape}, {CONFIG_NAME} says {shapes.get(name)}.")
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"{weights} is not a safetensors file: {error}") from error
+            with TensorFile(weights) as file:
+                file.check({name: TensorInfo(torch.float32, shape) for name, shape in config.tensor_shapes().items()})
+                tensors = file.read()
+        except ValueError as error:
+            raise ValueError(f"{weights}: {error}.") from error
         return cls(config, tensors)
+
+    @property
+    def identity(self) -> str:
+        """Class, and a digest of configuration and weights."""
+        digest = hashlib.sha256(json.dumps(asdict(self.config), sort_keys=True).encode())  # type: ignore[call-overload]
+        for name in sorted(self.tensors):
+            digest.update(name.encode() + self.tensors[name].detach().cpu().contiguous().numpy().tobytes())
+        return f"{type(self).__name__} {digest.hexdigest()[:16]}"
 
     def save_pretrained(self, path: str | Path) -> None:
         """Write `config.json` and `model.safetensors` into a folder, which is made if need be."""
@@ -241,11 +246,13 @@ def read_config(config_class: type[M], files: Folder | Repo, name: str) -> M:
         FileNotFoundError, PermissionError, ConnectionError: See `MLPScorer.from_pretrained`.
         ValueError: It is not what its format says.
     """
-    path = files.get(name, LARGEST_CONFIG)
+    path = files.get(name, JSON_LIMIT)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON that can be read: {error}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{path} must hold one JSON object.")
-    return config_class.from_dict(data)
+        with path.open("rb") as text:
+            data = parse_json(text.read(JSON_LIMIT))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}.") from error
+    config = config_class.from_dict(data)
+    if config.num_layers > MOST_LAYERS:
+        raise ValueError(f"{path}: {config.num_layers} attention layers, more than {MOST_LAYERS}.")
+    return config

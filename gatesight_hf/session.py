@@ -32,6 +32,20 @@ def prefill(model: Any, ids: Tensor, cache: GateSightCache, chunk_size: int | No
             model(chunk, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
 
 
+def _scorer(
+    estimator: str | Path | Scorer,
+    revision: str | None,
+    token: str | bool | None,
+    cache_dir: str | Path | None,
+    local_files_only: bool,
+) -> Scorer:
+    if isinstance(estimator, Scorer):
+        return estimator
+    return Estimator.from_pretrained(
+        estimator, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
+    )
+
+
 class Session:
     """Text in, answers out, over one compacted document.
 
@@ -77,12 +91,7 @@ class Session:
         Raises:
             OSError, ValueError: The document has no tokens, or see `GateSightCache.from_pretrained`.
         """
-        if isinstance(estimator, Scorer):
-            scorer = estimator
-        else:
-            scorer = Estimator.from_pretrained(
-                estimator, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
-            )
+        scorer = _scorer(estimator, revision, token, cache_dir, local_files_only)
         cache = GateSightCache(scorer, model, kept_fraction, protected_prefix, allocation)
         ids = tokenizer(text, return_tensors="pt").input_ids.to(model.device)
         if ids.shape[1] == 0:
@@ -113,6 +122,42 @@ class Session:
         if len(sequences) > 1:
             raise ValueError("ask() gives one answer; for several sequences call generate with session.cache.fork().")
         return self.tokenizer.decode(sequences[0, ids.shape[1] :], skip_special_tokens=True).strip()
+
+    def save(self, path: str | Path) -> None:
+        """Write the document's cache into one file; see `GateSightCache.save`.
+
+        Raises:
+            CacheStateError, OSError, ValueError: See there.
+        """
+        self.cache.save(path, tokenizer=self.tokenizer)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        model: Any,
+        tokenizer: Any,
+        estimator: str | Path | Scorer | None = None,
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+    ) -> "Session":
+        """Open a saved session: the document is not prefilled again, and answers are the same.
+
+        Args:
+            path: The file that `save` wrote.
+            model, tokenizer: Those it was saved with.
+            estimator: As in `open`, to make sure that the document was compacted with it.
+            revision, token, cache_dir, local_files_only: See `Estimator.from_pretrained`.
+
+        Raises:
+            FileNotFoundError, SessionFileError, SessionMismatchError: See `GateSightCache.load`.
+            OSError, ValueError: See `Estimator.from_pretrained`.
+        """
+        scorer = None if estimator is None else _scorer(estimator, revision, token, cache_dir, local_files_only)
+        return cls(model, tokenizer, GateSightCache.load(path, model, tokenizer=tokenizer, scorer=scorer))
 
     def report(self) -> CacheReport:
         """Lengths, bytes and seconds of the document's cache."""

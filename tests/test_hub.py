@@ -167,7 +167,7 @@ def test_weights_of_another_shape_are_refused(hub, repo, dense, tmp_path):
     repo.commit(
         {"model.safetensors": files_of(random_estimator(dense, hidden_size=8), tmp_path / "o")["model.safetensors"]}
     )
-    with pytest.raises(ValueError, match=r"layers\.0\.bias_in has shape \(2, 8\)"):
+    with pytest.raises(ValueError, match=r"layers\.0\.bias_in must be float32 \(2, 16\), got float32 \(2, 8\)"):
         Estimator.from_pretrained(REPO)
 
 

@@ -19,9 +19,10 @@ from .. import __version__
 from ..cards import estimator_card
 from ..estimator import EstimatorConfig
 from ..hybrid import HybridSpec
+from ..identity import weights_digest
+from ..loading import REFERENCE, load_named
 from ..methods.hidden import HIDDEN_STATES_FOLDER, HiddenStateConfig
 from ..reference import documents as reference_documents
-from ..reference import load_model, load_tokenizer
 from .collect import Sampling, collect
 from .fit import FitOptions, fit
 
@@ -121,19 +122,15 @@ def train_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
     for option in POSITIVE_OPTIONS:
         if getattr(args, option) < 1:
             raise ValueError(f"--{option.replace('_', '-')} must be at least 1, got {getattr(args, option)}.")
-    is_reference = args.model == "reference"
+    is_reference = args.model == REFERENCE
     if is_reference:
-        model, tokenizer, name = load_model(), load_tokenizer(), "gatesight-reference"
         texts = reference_texts(args.length, args.seed) if not args.documents else read_texts(args.documents)
     else:
         if not args.documents:
             raise ValueError("--documents is needed for any model but 'reference'.")
-        if args.model.startswith(("/", ".", "~")) and not Path(args.model).expanduser().is_dir():
-            raise FileNotFoundError(f"--model {args.model}: no such folder.")
-        placement = {"device_map": "auto"} if torch.cuda.is_available() else {}
-        model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype="auto", **placement).eval()
-        tokenizer, name = transformers.AutoTokenizer.from_pretrained(args.model), args.model
         texts = read_texts(args.documents)
+    model, tokenizer = load_named(args.model)
+    name = "gatesight-reference" if is_reference else args.model
     spec = HybridSpec.from_config(model.config)
     config = EstimatorConfig.for_model(spec, name, args.window, args.hidden_size)
 
@@ -197,16 +194,6 @@ def train_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
     (args.out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     (args.out / "README.md").write_text(estimator_card(metrics), encoding="utf-8")
     return metrics
-
-
-def weights_digest(model: Any) -> str:
-    """A short digest of up to 64 values of every parameter: tells checkpoints of one layout apart."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        if parameter.device.type != "meta":
-            values = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)]
-            digest.update(name.encode() + values.float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def format_metrics(metrics: dict[str, Any]) -> str:
