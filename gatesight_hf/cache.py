@@ -42,8 +42,9 @@ class GateSightCache(CallFollower):
         growing (`bool`): Whether tokens after a compaction are recorded, so that `compact()` can be called again; see
             the module `growing` for what it keeps. It holds signals of new tokens, and 4 bytes per kept entry and head.
         recompact_every (`int | None`): Compact a growing cache again at the end of a forward after which this many
-            tokens or more have come since the last compaction. None leaves it to `compact()`. A number implies
-            `growing`. The first compaction is still that of `generate`, or a call of `compact()`.
+            tokens or more have come since the last compaction; a question is evicted like any text, so let it be more
+            than a question with its answer. A number implies `growing`. The first compaction is not by itself: it is
+            that of `generate`, or a call of `compact()`.
 
     Raises:
         ValueError: Kept fraction outside (0, 1], negative prefix, unknown allocation, or a scorer that rates a context
