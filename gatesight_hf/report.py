@@ -22,7 +22,8 @@ class CacheReport:
         kv_bytes: Attention cache now. A fork counts the entries it shares with its parent too.
         gdn_bytes: Convolution and recurrent states now.
         signal_bytes: Signals, and what else is held for scoring now; 0 after compaction unless the cache grows.
-        seconds: Wall time of `prefill` (recorded forwards), `score` (with budget and selection) and `compact`.
+        seconds: Wall time of `prefill` (recorded forwards before compaction), `score` (with budget and selection) and
+            `compact`, of all compactions together.
     """
 
     logical_length: int

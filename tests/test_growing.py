@@ -1,22 +1,31 @@
 """Growing caches: every compaction evicts what the policy says, from its time on, and nothing else changes."""
 
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from gatesight_hf import CacheStateError, Estimator, GateSightCache, Session
-from gatesight_hf.budget import allocate
+from gatesight_hf.attention import apply_rotary
+from gatesight_hf.hybrid import HybridSpec
 from gatesight_hf.layers import GateSightAttentionLayer
-from gatesight_hf.methods import KeyDiff, KeyNorm, KVzip, LagKV, OracleScorer, RandomScorer, SnapKV, StreamingLLM
+from gatesight_hf.methods import (
+    HiddenStateScorer,
+    KeyDiff,
+    KeyNorm,
+    KVzip,
+    LagKV,
+    OracleScorer,
+    RandomScorer,
+    SnapKV,
+    StreamingLLM,
+    TriAttention,
+)
+from gatesight_hf.methods.hidden import HiddenStateConfig
 from gatesight_hf.recording import Recording
 from gatesight_hf.reference import ESTIMATOR_PATH, load_model, load_tokenizer
 from gatesight_hf.scoring import Needs, Recorder, Scores
@@ -25,19 +34,16 @@ from .conftest import (
     FAMILIES,
     assert_same,
     compacted,
-    evicted_of,
     forward,
     generate,
-    left_padded,
-    padded,
     prefilled,
     random_estimator,
     random_ids,
-    steps,
+    random_tensors,
     tiny_model,
 )
+from .growing_oracle import Row, Talk, hiding
 from .test_serving import digest
-from .test_signals import hidden_states, mixers, recomputed, recomputed_gate
 
 pytestmark = pytest.mark.core
 
@@ -45,165 +51,6 @@ CONTEXT = 43
 LENGTHS = (CONTEXT, 17, 5)
 #: What comes after a compaction, in three turns: chunks of several tokens, single ones, and both.
 TURNS = ([9, 3], [1, 1, 1, 1], [6, 1])
-
-
-# -- the oracle: the whole conversation in one forward, each eviction from its time on ---------------------------------
-
-
-@contextmanager
-def hiding(model: Any, evicted_at: list[Tensor]) -> Iterator[None]:
-    """The model hides a token from every query at or after its `[H, n]` time, per attention layer."""
-
-    def hook_of(times: Tensor) -> Callable[..., Any]:
-        def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-            query = torch.arange(times.shape[1])[:, None]
-            hidden = (query < query.T) | (query >= times[:, None])
-            mask = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
-            return args, {**kwargs, "attention_mask": mask.repeat_interleave(module.num_key_value_groups, 0)[None]}
-
-        return hook
-
-    modules: list[nn.Module] = mixers(model, "self_attn")
-    handles = [
-        module.register_forward_pre_hook(hook_of(times), with_kwargs=True)
-        for module, times in zip(modules, evicted_at, strict=True)
-    ]
-    yield
-    for handle in handles:
-        handle.remove()
-
-
-@dataclass(frozen=True)
-class Row:
-    """One conversation: its tokens, logits by position, and after each compaction what is gone, with the length."""
-
-    ids: Tensor
-    logits: tuple[tuple[int, Tensor], ...] = ()
-    compactions: tuple[tuple[int, list[Tensor]], ...] = ()
-
-    def evicted_at(self) -> list[Tensor]:
-        times = [torch.full((2, self.ids.shape[1]), math.inf) for _ in range(2)]
-        for length, gone in self.compactions:
-            for of_layer, evicted in zip(times, gone, strict=True):
-                assert bool((evicted | of_layer[:, :length].isinf()).all()), "an entry came back"
-                of_layer[:, :length] = of_layer[:, :length].where(~evicted, of_layer[:, :length].clamp_max(length))
-        return times
-
-
-class Watched(GateSightCache):
-    """Tells its talk of every compaction, also of those within `generate`."""
-
-    talk: "Talk | None" = None
-
-    def compact(self) -> Any:
-        report = super().compact()
-        if self.talk is not None:
-            self.talk.note_compaction()
-        return report
-
-
-class Talk:
-    """A cache and what its rows have said."""
-
-    def __init__(self, model: Any, cache: Watched, rows: list[Row], pads: list[int]) -> None:
-        self.model, self.cache, self.rows, self.pads = model, cache, rows, pads
-        cache.talk = self
-
-    @classmethod
-    def begin(cls, model: Any, contexts: list[Tensor], chunks: list[int] | None = None, **options: Any) -> "Talk":
-        scorer = options.pop("scorer", None) or random_estimator(model)
-        cache = Watched(scorer, model, **{"kept_fraction": 0.3, "growing": True, **options})
-        ids, mask = left_padded(contexts)
-        talk = cls(model, cache, [Row(c[:, :0]) for c in contexts], [ids.shape[1] - c.shape[1] for c in contexts])
-        seen = 0
-        for length in chunks or [ids.shape[1]]:
-            logits = forward(model, ids[:, seen : seen + length], cache, **padded(mask[:, : seen + length], length))
-            talk.note(ids[:, seen : seen + length], logits)
-            seen += length
-        return talk
-
-    def note(self, ids: Tensor, logits: Tensor) -> None:
-        """New ids, and the logits of the last of them."""
-        rows = []
-        for row, new, found, pads in zip(self.rows, ids, logits, self.pads, strict=True):
-            before = self.cache.get_seq_length() - ids.shape[1]
-            fresh = ids.shape[1] - min(ids.shape[1], max(0, pads - before))
-            whole = torch.cat([row.ids, new[None, len(new) - fresh :]], 1)
-            count = min(len(found), fresh)
-            logits_of_row = (whole.shape[1] - count, found[len(found) - count :])
-            rows.append(replace(row, ids=whole, logits=(*row.logits, logits_of_row)))
-        self.rows = rows
-
-    def note_compaction(self) -> None:
-        rows = []
-        for r, (row, pads) in enumerate(zip(self.rows, self.pads, strict=True)):
-            length = self.cache.get_seq_length() - pads
-            rows.append(replace(row, compactions=(*row.compactions, (length, evicted_of(self.cache, r, length)))))
-        self.rows = rows
-
-    def feed(self, ids: Tensor) -> None:
-        self.note(ids, forward(self.model, ids, self.cache))
-
-    def ask(self, ids: Tensor, tokens: int = 4) -> None:
-        found, logits = steps(self.model, ids, self.cache, tokens)
-        self.note(torch.cat([ids, found[:, :-1]], 1), logits)
-
-    def fork(self) -> "Talk":
-        return Talk(self.model, self.cache.fork(), list(self.rows), list(self.pads))
-
-    def select(self, indices: list[int]) -> None:
-        self.cache.batch_select_indices(torch.tensor(indices))
-        self.rows, self.pads = [self.rows[i] for i in indices], [self.pads[i] for i in indices]
-
-    def check(self, plain: Any) -> None:
-        """Logits of everything said, and every eviction."""
-        gdn, attention = mixers(plain, "linear_attn"), mixers(plain, "self_attn")
-        for row in self.rows:
-            with hiding(plain, row.evicted_at()), hidden_states([*gdn, *attention]) as seen:
-                expected = plain(row.ids, use_cache=False).logits[0]
-            for start, found in row.logits:
-                assert_same(found, expected[start : start + len(found)])
-            if isinstance(self.cache.scorer, Estimator):
-                signals = [recomputed(m, hidden)[0] for m, (hidden,) in zip(gdn, seen[:6], strict=True)]
-                gates = [recomputed_gate(m, hidden)[0] for m, (hidden,) in zip(attention, seen[6:], strict=True)]
-                self._check_evictions(row, signals, gates)
-
-    def _check_evictions(self, row: Row, signals: list[Tensor], gates: list[Tensor]) -> None:
-        options, begun = self.cache.options, 0
-        scores = [torch.full((2, row.ids.shape[1]), -math.inf) for _ in gates]
-        for length, gone in row.compactions:
-            for j, of_layer in enumerate(scores):
-                of_layer[:, begun:length] = rated(self.cache.scorer, j, signals, begun, length)
-            first = min(options.protected_prefix, length)
-            candidates = torch.stack(scores)[..., first:length]
-            if options.allocation == "global":
-                total = 2 * sum(allocate(options.kept_fraction, length - first, 2, allocation="flat"))
-                best = candidates.flatten().topk(min(total, int(candidates.isfinite().sum()))).indices
-                kept = torch.zeros(candidates.numel(), dtype=torch.bool).scatter(0, best, True).view_as(candidates)
-            else:
-                means = [float(gate[:length].mean()) for gate in gates]
-                counts = allocate(options.kept_fraction, length - first, 2, allocation=options.allocation,
-                                  gate_means=means)  # fmt: skip
-                kept = torch.zeros_like(candidates, dtype=torch.bool)
-                for of_layer, best, count in zip(kept, candidates, counts, strict=True):
-                    held = int(best[0].isfinite().sum())
-                    of_layer.scatter_(1, best.topk(min(count, held)).indices, True)
-            for of_layer, mask, evicted in zip(scores, kept, gone, strict=True):
-                assert torch.equal(evicted[:, first:], ~mask) and not evicted[:, :first].any()
-                of_layer[:, first:length].masked_fill_(~mask, -math.inf)
-            begun = length
-
-
-def rated(scorer: Any, ordinal: int, signals: list[Tensor], start: int, stop: int) -> Tensor:
-    """The estimator's formula for tokens `start … stop-1` of a conversation of `stop` tokens, `[H, stop - start]`."""
-    position = torch.arange(start, stop).float()
-    age, scale = stop - 1 - position, math.log(1 + 2**20)
-    ages = torch.stack([age / stop, (1 + age).log() / scale, (1 + position).log() / scale], 1)
-    inputs = torch.cat([signals[i][start:stop].flatten(1) for i in scorer.config.gdn_windows[ordinal]] + [ages], 1)
-    w = {name: scorer.tensors[f"layers.{ordinal}.{name}"] for name in
-         ("input_mean", "input_std", "weight_in", "bias_in", "weight_out", "bias_out")}  # fmt: skip
-    hidden = ((inputs - w["input_mean"]) / w["input_std"]) @ w["weight_in"] + w["bias_in"][:, None]
-    return (F.gelu(hidden) * w["weight_out"][:, None]).sum(-1) + w["bias_out"][:, None]
 
 
 def contexts_of(lengths: tuple[int, ...]) -> list[Tensor]:
@@ -243,6 +90,13 @@ def test_every_family(family):
     talk = Talk.begin(model, contexts_of((CONTEXT, 17)))
     three_turns(talk)
     talk.check(twin)
+
+
+def test_hidden_states_of_new_tokens(dense, plain):
+    config = HiddenStateConfig.for_model(HybridSpec.from_config(dense.config), "tiny", 64, 16)
+    talk = Talk.begin(dense, contexts_of(LENGTHS), scorer=HiddenStateScorer(config, random_tensors(config)))
+    three_turns(talk)
+    talk.check(plain)
 
 
 @pytest.mark.parametrize("lengths", [(CONTEXT,), LENGTHS], ids=["one row", "ragged"])
@@ -347,6 +201,18 @@ def test_children_compact_on_their_own(dense, plain):
         talk.cache.compact()
         talk.feed(random_ids(2, rows=3, seed=21))
         talk.check(plain)
+
+
+def test_one_parent_grows_into_a_batch(dense, plain):
+    """Its row is repeated for the questions, and with it what was recorded and scored."""
+    talk = Talk.begin(dense, contexts_of((CONTEXT,)), recompact_every=6)
+    talk.cache.compact()
+    talk.feed(random_ids(4, seed=1))
+    talk.rows, talk.pads = talk.rows * 3, talk.pads * 3
+    talk.feed(random_ids(3, rows=3, seed=2))
+    talk.ask(random_ids(2, rows=3, seed=3), tokens=7)
+    assert [length for length, _ in talk.rows[2].compactions] == [43, 50, 56]
+    talk.check(plain)
 
 
 def test_beams_are_compacted_by_their_own_signals(dense):
@@ -533,6 +399,21 @@ def test_positions_go_on(dense):
     # Of the first three tokens one layer could keep two and the other one.
     for layer, kept in zip(cache.attention_layers, ([0, 1, 3, *range(23, 40)], [0, 3, *range(22, 40)]), strict=True):
         assert layer.kept_positions[0].tolist() == [kept] * 2
+
+
+def test_the_end_that_triattention_looks_back_from_moves_on(dense):
+    """A score depends on distances alone: new keys rate as if they, turned back, stood at the start."""
+    scorer = TriAttention.calibrate(dense, random_ids(30, seed=5))
+    cache = compacted(dense, random_ids(CONTEXT), scorer=scorer, growing=True)
+    forward(dense, random_ids(20, seed=6), cache)
+    late = cache.prefill()
+    assert late.before == [CONTEXT] and late.lengths == [20]
+    cos, sin = late.rotary(torch.tensor([CONTEXT]))
+    early = replace(late, before=[], keys=[apply_rotary(keys, cos, -sin) for keys in late.keys])
+    unmoved = scorer.score(replace(late, before=[]))
+    for found, expected, wrong in zip(scorer.score(late), scorer.score(early), unmoved, strict=True):
+        assert_same(found, expected, 1e-4)
+        assert (found - wrong).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "4"])
