@@ -13,9 +13,11 @@ from .calls import CallFollower
 from .compaction import CompactionOptions, plan_compaction
 from .errors import CacheStateError
 from .estimator import Estimator
+from .growing import carry_out, check_can_grow, plan_growing
 from .hybrid import HybridSpec, find_modules
 from .identity import Identity, ModelReference
 from .layers import Extent, GateSightAttentionLayer, GDNStateLayer
+from .recording import Recording
 from .report import CacheReport, storage_bytes
 from .scoring import Prefill, Recorder, Scorer, Scores, checked_scores
 from .signals import attach
@@ -40,9 +42,16 @@ class GateSightCache(CallFollower):
             that less memory is freed than entries are evicted.
         block_size (`int`): Round each layer's entries up to whole blocks, as paged engines do.
         gate_exponent (`float`): Power of the mean output gate in `gate` shares.
+        growing (`bool`): Whether tokens after a compaction are recorded, so that `compact()` can be called again; see
+            the module `growing` for what it keeps. It holds signals of new tokens, and 4 bytes per kept entry and head.
+        recompact_every (`int | None`): Compact a growing cache again at the end of a forward after which this many
+            tokens or more have come since the last compaction; a question is evicted like any text, so let it be more
+            than a question with its answer. A number implies `growing`. The first compaction is not by itself: it is
+            that of `generate`, or a call of `compact()`.
 
     Raises:
-        ValueError: Kept fraction outside (0, 1], negative prefix, unknown allocation.
+        ValueError: Kept fraction outside (0, 1], negative prefix, unknown allocation, or a scorer that rates a context
+            only as a whole for a cache that grows.
         UnsupportedModelError: The model is no hybrid of a known family.
         EstimatorMismatchError: The estimator is for another layout.
     """
@@ -56,12 +65,18 @@ class GateSightCache(CallFollower):
         allocation: str = "gate",
         block_size: int = 1,
         gate_exponent: float = 1.0,
+        growing: bool = False,
+        recompact_every: int | None = None,
     ) -> None:
-        options = CompactionOptions(kept_fraction, protected_prefix, allocation, block_size, gate_exponent)
+        options = CompactionOptions(
+            kept_fraction, protected_prefix, allocation, block_size, gate_exponent, growing, recompact_every
+        )
         if not hasattr(model, "config") or not hasattr(model, "forward"):
             raise TypeError(f"model must be the hybrid model itself, got {type(model).__name__}.")
         spec = HybridSpec.from_config(model.config)
         _check_scorer(scorer, spec)
+        if options.grows:
+            check_can_grow(scorer)
         attach(model)
 
         count = len(spec.gdn_layers) + len(spec.attention_layers)
@@ -93,7 +108,7 @@ class GateSightCache(CallFollower):
             estimator: Folder of an estimator, or its repo on the Hub.
             model: The model it was trained for.
             revision, token, cache_dir, local_files_only: See `Estimator.from_pretrained`.
-            options: `kept_fraction`, `protected_prefix`, `allocation`, `block_size`, `gate_exponent`.
+            options: Those of `GateSightCache`.
 
         Raises:
             OSError, ValueError: See `Estimator.from_pretrained`.
@@ -111,15 +126,17 @@ class GateSightCache(CallFollower):
 
         Nothing changes if scoring or selection fails. Layers are then compacted one after another, each at once or not
         at all; if one fails, the cache stays usable, and a second call goes on with the rest. Tokens that came in
-        between stay too.
+        between stay too. A growing cache is compacted as a whole or not at all, and again whenever this is called.
 
         Raises:
-            CacheStateError: Nothing was prefilled, or the cache is compacted already.
+            CacheStateError: Nothing was prefilled, or a cache that does not grow is compacted already.
             ValueError: The scorer gave NaN, or a model without output gates with `allocation="gate"`.
         """
         begun = self._clock()
         prefill = self.prefill()
         assert self._recording is not None
+        if self.options.grows:
+            return self._compact_growing(prefill, self._recording, begun)
         with torch.no_grad():
             if self._plan is None:
                 means = self._recording.gate_means
@@ -142,8 +159,25 @@ class GateSightCache(CallFollower):
         self._plan = self._plan.carried_out()
         return self.report()
 
+    def _compact_growing(self, prefill: Prefill, recording: Recording, begun: float) -> CacheReport:
+        if self.attention_layers[0].tail_length == 0:
+            return self.report()
+        layers = self.attention_layers
+        with torch.no_grad():
+            plan, scores = plan_growing(
+                prefill, layers, self.scorer, recording.gate_means, self.options, self._kv_bytes()
+            )
+            scored = self._clock()
+            carry_out(plan, layers, scores)
+            for state in self.gdn_layers:
+                state.detach()
+        self._plan, self._recording = plan.carried_out(), recording.after_compaction()
+        self._seconds["score"] += scored - begun
+        self._seconds["compact"] += self._clock() - scored
+        return self.report()
+
     def prefill(self) -> Prefill:
-        """What has been recorded of the context, as scorers see it.
+        """What was recorded of the context, or since the compaction of a growing cache, as scorers see it.
 
         Raises:
             CacheStateError: Nothing was prefilled, or the cache is compacted and the record gone.
@@ -151,16 +185,18 @@ class GateSightCache(CallFollower):
         if self._recording is None:
             raise CacheStateError(
                 "This cache is compacted already; the entries that were evicted are gone. Use fork() to ask several "
-                "questions, or reset() to prefill another context."
+                "questions, or reset() to prefill another context; one made with growing=True or recompact_every=N can "
+                "be compacted again."
             )
         self._recover()
         if self.get_seq_length() == 0:
             raise CacheStateError("Nothing to compact: run the model on the context with this cache first.")
         keys = [layer.tail_keys for layer in self.attention_layers]
         values = [layer.tail_values for layer in self.attention_layers]
+        lengths, new = self._lengths(), self.attention_layers[0].tail_length
         return Prefill(
             spec=self.spec,
-            lengths=self._lengths(),
+            lengths=[min(length, new) for length in lengths],
             signals=self._recording.signals,
             keys=keys,  # type: ignore[arg-type]
             values=values,  # type: ignore[arg-type]
@@ -168,8 +204,9 @@ class GateSightCache(CallFollower):
             query_moments=self._recording.query_moments,
             hidden=self._recording.hidden,
             rotary=self._rotary,
-            ids=self._ids,
-            fork=lambda: self.fork(scorer=Recorder(), allocation="flat"),
+            ids=None if self._ids is None else self._ids[:, self._ids.shape[1] - new :],
+            fork=None if self.is_compacted else lambda: self.fork(scorer=Recorder(), allocation="flat"),
+            before=[length - new for length in lengths] if self.is_compacted else [],
         )
 
     def score(self, scorer: Scorer | None = None) -> Scores:
@@ -184,6 +221,8 @@ class GateSightCache(CallFollower):
         """
         prefill = self.prefill()
         self._check_not_begun()
+        if self.is_compacted:
+            raise CacheStateError("This cache is compacted already: score the context before, for forks of it.")
         if scorer is not None:
             self._check_recorded(scorer)
         return Scores(checked_scores(scorer or self.scorer, prefill))
@@ -199,21 +238,23 @@ class GateSightCache(CallFollower):
         Args:
             scorer: In place of the parent's; only for an uncompacted parent, whose own scorer has the same needs or
                 more (`scoring.Recorder` has a parent record for several).
-            options: `kept_fraction`, `protected_prefix`, `allocation`, `block_size`, `gate_exponent`, likewise.
+            options: Those of `GateSightCache`, likewise. A child of a growing cache grows by itself.
 
         Raises:
             CacheStateError: Another scorer or other options for a compacted parent, or one that needs what was not
                 recorded.
         """
         self._recover()
-        if self._recording is None and (scorer is not None or options):
+        if self.is_compacted and (scorer is not None or options):
             raise CacheStateError("A compacted cache cannot be compacted otherwise: fork it without options.")
         if scorer is not None or options:
             self._check_not_begun()
         if scorer is not None:
             self._check_recorded(scorer)
         wanted = replace(self.options, **options)
-        recorded = self._recording is not None and self.get_seq_length() > 0
+        if wanted.grows:
+            check_can_grow(scorer or self.scorer)
+        recorded = not self.is_compacted and self.get_seq_length() > 0
         if recorded and wanted.allocation == "gate" != self.options.allocation and not self.report().gate_means:
             raise CacheStateError(
                 f"allocation='gate' needs output gates, which a cache with allocation={self.options.allocation!r} does "
@@ -233,7 +274,7 @@ class GateSightCache(CallFollower):
 
     def _check_not_begun(self) -> None:
         """Raise an error if a compaction was decided and failed half-way: some entries may be gone already."""
-        if self._plan is not None and self._recording is not None:
+        if self._plan is not None and not self.is_compacted:
             raise CacheStateError("A compaction of this cache failed half-way: call compact() again to complete it.")
 
     def _check_recorded(self, scorer: Scorer) -> None:
@@ -265,13 +306,18 @@ class GateSightCache(CallFollower):
             tokenizer: Noted, so that `load` can compare.
 
         Raises:
-            CacheStateError: The cache is not compacted, or its model is gone.
+            CacheStateError: The cache is not compacted, it grows, or its model is gone.
             OSError: The file cannot be written.
             ValueError: A state holds NaN or infinite values.
         """
         self._recover()
-        if self._recording is not None or self._plan is None:
+        if not self.is_compacted or self._plan is None:
             raise CacheStateError("Only a compacted cache can be saved: prefill a context and call compact() first.")
+        if self.options.grows:
+            raise CacheStateError(
+                "A growing cache cannot be saved: its scores and its record of new tokens have no place in the file. "
+                "Save one made without growing and recompact_every."
+            )
         model = self._model()
         if model is None:
             raise CacheStateError("The cache's model is gone, and cannot be noted in the file: save while it is there.")
@@ -324,6 +370,7 @@ class GateSightCache(CallFollower):
     def report(self) -> CacheReport:
         """Lengths, bytes and seconds as they are now."""
         plan, recording = self._plan, self._recording
+        recorded = [] if recording is None else recording.tensors
         means = [] if plan is None else plan.gate_means
         if recording is not None and self.get_seq_length():
             means = recording.gate_means
@@ -337,7 +384,7 @@ class GateSightCache(CallFollower):
             kv_bytes_before=None if plan is None else plan.kv_bytes_before,
             kv_bytes=self._kv_bytes(),
             gdn_bytes=sum(layer.nbytes for layer in self.gdn_layers),
-            signal_bytes=0 if recording is None else storage_bytes(recording.tensors),
+            signal_bytes=storage_bytes([*recorded, *(layer.kept_scores for layer in self.attention_layers)]),
             seconds=dict(self._seconds),
         )
 

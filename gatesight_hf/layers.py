@@ -40,6 +40,7 @@ class GateSightAttentionLayer(CacheLayerMixin):
         kept_positions (`Tensor | None`): `[B, H, N]`, int32: the slot of the context each kept entry came from.
         kept_valid (`Tensor | None`): `[B, N]`, or `[B, H, N]` where heads keep different numbers, bool; None if every
             kept entry counts.
+        kept_scores (`Tensor | None`): `[B, H, N]`, float32, of the kept entries of a growing cache (`growing`).
         tail_keys, tail_values (`Tensor`): `[B, H, t, D]`, entries since then.
     """
 
@@ -57,6 +58,7 @@ class GateSightAttentionLayer(CacheLayerMixin):
         self.kept_values: Tensor | None = None
         self.kept_positions: Tensor | None = None
         self.kept_valid: Tensor | None = None
+        self.kept_scores: Tensor | None = None
         self.tail_keys: Tensor | None = None
         self.tail_values: Tensor | None = None
         self.evicted = 0
@@ -136,7 +138,7 @@ class GateSightAttentionLayer(CacheLayerMixin):
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor that the layer holds, by name: what is saved of it."""
-        names = ("kept_keys", "kept_values", "kept_positions", "kept_valid", "tail_keys", "tail_values")
+        names = ("kept_keys", "kept_values", "kept_positions", "kept_valid", "kept_scores", "tail_keys", "tail_values")
         return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -151,14 +153,33 @@ class GateSightAttentionLayer(CacheLayerMixin):
     # -- compaction, forks, rollback -----------------------------------------------------------------------------------
 
     def compact(self, indices: Tensor, valid: Tensor, context: int) -> None:
-        """Keep only the slots `indices` `[B, H, N]` of the first `context` entries; `valid` marks real ones.
+        """Keep only the slots `indices` `[B, H, N]` of the first `context` tokens seen; `valid` marks real ones.
 
         `valid` is `[B, N]`, or `[B, H, N]`. Later entries stay. The layer changes only after all its new tensors exist.
         """
-        assert self.tail_keys is not None and self.tail_values is not None
-        # Never in place: forks of an uncompacted cache share these tensors.
-        keys, values = compact_rows(self.tail_keys, indices), compact_rows(self.tail_values, indices)
-        self._settle(keys, values, indices.to(torch.int32), valid, context)
+        keys, values, slots = self.keys, self.values, indices
+        assert keys is not None and values is not None
+        if self.kept_keys is not None:
+            places = indices.new_zeros((*indices.shape[:2], self.get_seq_length() + 1))
+            held = self.held_slots()
+            places.scatter_(2, held, torch.arange(held.shape[2], device=held.device).expand_as(held))
+            indices = places.gather(2, slots)
+        # Never in place: forks share these tensors.
+        keys, values = compact_rows(keys, indices), compact_rows(values, indices)
+        self._settle(keys, values, slots.to(torch.int32), valid, context)
+
+    def held_slots(self) -> Tensor:
+        """Slots of all held entries `[B, H, N + t]`, int64; the number of tokens seen stands for those not valid."""
+        assert self.tail_keys is not None
+        seen, (batch, heads, tail, _) = self.get_seq_length(), self.tail_keys.shape
+        late = torch.arange(seen - tail, seen, device=self.tail_keys.device).expand(batch, heads, -1)
+        if self.kept_positions is None:
+            return late
+        kept = self.kept_positions.long()
+        if self.kept_valid is not None:
+            valid = self.kept_valid if self._ragged else self.kept_valid.unsqueeze(1)
+            kept = kept.masked_fill(~valid, seen)
+        return torch.cat([kept, late], dim=-1)
 
     def keep_all(self, valid: Tensor, context: int) -> None:
         """Call the first `context` entries kept, without moving one; `valid` `[B, context]` is False at pads."""
@@ -172,7 +193,8 @@ class GateSightAttentionLayer(CacheLayerMixin):
     def _settle(self, keys: Tensor, values: Tensor, positions: Tensor, valid: Tensor, context: int) -> None:
         assert self.tail_keys is not None and self.tail_values is not None
         # Cloned, so that the tail does not hold on to the context's storage.
-        late_keys, late_values = self.tail_keys[:, :, context:].clone(), self.tail_values[:, :, context:].clone()
+        start = context - (self.get_seq_length() - self.tail_length)
+        late_keys, late_values = self.tail_keys[:, :, start:].clone(), self.tail_values[:, :, start:].clone()
         self.kept_valid = None if bool(valid.all()) else valid
         self.kept_keys, self.kept_values, self.kept_positions = keys, values, positions
         self.tail_keys, self.tail_values = late_keys, late_values

@@ -150,7 +150,7 @@ class MLPScorer(ABC, Generic[C]):
             dtype = reduce(torch.promote_types, [block.dtype for block in inputs])
             inputs = [block.to(keys.device, dtype) for block in inputs]
             mlp = self._mlp(ordinal, keys.device, packed_dtype(inputs[0]))
-            scores[row, :, keys.shape[2] - length :] = score_entries(inputs, mlp)
+            scores[row, :, keys.shape[2] - length :] = score_entries(inputs, mlp, prefill.first(row))
         return scores
 
     def _mlp(self, ordinal: int, device: torch.device, dtype: torch.dtype) -> PackedMLP:

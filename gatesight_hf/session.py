@@ -71,6 +71,7 @@ class Session:
         kept_fraction: float = 0.1,
         protected_prefix: int = 0,
         allocation: str = "gate",
+        recompact_every: int | None = None,
         prefill_chunk_size: int | None = None,
         revision: str | None = None,
         token: str | bool | None = None,
@@ -84,7 +85,7 @@ class Session:
             tokenizer: Its tokenizer.
             estimator: Folder of an estimator, its repo on the Hub, or a scorer.
             text: The document.
-            kept_fraction, protected_prefix, allocation: See `GateSightCache`.
+            kept_fraction, protected_prefix, allocation, recompact_every: See `GateSightCache`.
             prefill_chunk_size: Tokens per forward; None prefills in one.
             revision, token, cache_dir, local_files_only: See `Estimator.from_pretrained`.
 
@@ -92,7 +93,9 @@ class Session:
             OSError, ValueError: The document has no tokens, or see `GateSightCache.from_pretrained`.
         """
         scorer = _scorer(estimator, revision, token, cache_dir, local_files_only)
-        cache = GateSightCache(scorer, model, kept_fraction, protected_prefix, allocation)
+        cache = GateSightCache(
+            scorer, model, kept_fraction, protected_prefix, allocation, recompact_every=recompact_every
+        )
         ids = tokenizer(text, return_tensors="pt").input_ids.to(model.device)
         if ids.shape[1] == 0:
             raise ValueError("The document has no tokens.")
@@ -100,27 +103,48 @@ class Session:
         cache.compact()
         return cls(model, tokenizer, cache)
 
-    def ask(self, question: str, max_new_tokens: int = 64, **generate_options: Any) -> str:
+    def add(self, text: str, prefill_chunk_size: int | None = None) -> None:
+        """Append a text to what all later questions see. If this fails, the session is as before.
+
+        Raises:
+            ValueError: The text has no tokens.
+        """
+        ids, cache = self._ids(text, "text"), self.cache.fork()
+        prefill(self.model, ids, cache, prefill_chunk_size)
+        self.cache = cache
+
+    def ask(self, question: str, max_new_tokens: int = 64, *, keep: bool = False, **generate_options: Any) -> str:
         """The model's continuation of document + question; greedy unless `generate_options` say otherwise.
 
         Questions do not see each other: each runs on a fork, with its own GDN states.
 
+        Args:
+            question: Its text.
+            max_new_tokens: Of the answer.
+            keep: Whether question and answer become part of the session, for a conversation. If this fails, the session
+                is as before.
+            generate_options: See `generate` of the model.
+
         Raises:
             ValueError: The question has no tokens, or options that give several sequences.
         """
-        ids = self.tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids.to(self.model.device)
-        if ids.shape[1] == 0:
-            raise ValueError("The question has no tokens.")
-        seen = self.cache.get_seq_length()
+        ids, cache = self._ids(question, "question"), self.cache.fork()
+        seen = cache.get_seq_length()
         output = self.model.generate(
             ids,
             attention_mask=torch.ones((1, seen + ids.shape[1]), dtype=torch.long, device=ids.device),
             max_new_tokens=max_new_tokens,
-            **{"do_sample": False, **generate_options, cache_argument(self.model): self.cache.fork()},
+            **{"do_sample": False, **generate_options, cache_argument(self.model): cache},
         )
         sequences = getattr(output, "sequences", output)
         if len(sequences) > 1:
             raise ValueError("ask() gives one answer; for several sequences call generate with session.cache.fork().")
+        if keep:
+            if cache.batch_size > 1:
+                cache = self.cache.fork()  # of beams it holds several, and the best may not be among them
+            # The last token was chosen, but the model has not read it.
+            prefill(self.model, sequences[:, cache.get_seq_length() - seen :], cache)
+            self.cache = cache
         return self.tokenizer.decode(sequences[0, ids.shape[1] :], skip_special_tokens=True).strip()
 
     def save(self, path: str | Path) -> None:
@@ -162,3 +186,9 @@ class Session:
     def report(self) -> CacheReport:
         """Lengths, bytes and seconds of the document's cache."""
         return self.cache.report()
+
+    def _ids(self, text: str, kind: str) -> Tensor:
+        ids = self.tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids.to(self.model.device)
+        if ids.shape[1] == 0:
+            raise ValueError(f"The {kind} has no tokens.")
+        return ids

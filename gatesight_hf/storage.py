@@ -3,7 +3,7 @@
 Format 1. Metadata: `format` and `format_version`; `sha256` of everything else (`tensor_files`); `cache`, a JSON object:
 
 - `model`, `tokenizer`, `scorer`: what the cache was made with (`identity`); the tokenizer may be null.
-- `options`: of `CompactionOptions`. `layers`: each layer's `kind`, by absolute index.
+- `options`: of `CompactionOptions`, none of a cache that grows. `layers`: each layer's `kind`, by absolute index.
 - `extent`: `rows`, `context` and `tail` (`layers.Extent`). The logical length is context + tail.
 - `plan`: `achieved_fraction`, `kv_bytes_before`; `seconds`: as in the report.
 
@@ -313,9 +313,12 @@ def _parse(metadata: dict[str, str]) -> tuple[SavedCache, list[Any]]:
         or plan["kv_bytes_before"] < 0
     ):
         raise ValueError(f"implausible plan {_short(plan)}")
+    options = CompactionOptions(**data["options"])
+    if options.grows:
+        raise ValueError("a growing cache, which no file holds")
     saved = SavedCache(
         identity=Identity(data["model"], data["tokenizer"], data["scorer"]),
-        options=CompactionOptions(**data["options"]),
+        options=options,
         extent=extent,
         plan=Plan(layers=[], context=extent.context, kept=[], gate_means=[], **plan),
         seconds=seconds,

@@ -37,6 +37,17 @@ def test_an_uncompacted_cache_is_not_saved(dense, path):
     assert not path.exists()
 
 
+@pytest.mark.parametrize("option", [{"growing": True}, {"recompact_every": 9}])
+def test_a_growing_cache_is_not_saved(dense, path, option):
+    cache = compacted(dense, CONTEXT, kept_fraction=0.3, **option)
+    for growing in (cache, cache.fork()):
+        with pytest.raises(
+            CacheStateError, match=r"growing cache cannot be saved.*without growing and recompact_every"
+        ):
+            growing.save(path)
+    assert not path.exists()
+
+
 def test_states_that_are_not_finite_are_not_saved(dense, path):
     cache = compacted(dense, CONTEXT, kept_fraction=0.3)
     cache.gdn_layers[2].recurrent_states[0][0, 1, 2, 3] = torch.nan

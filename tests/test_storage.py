@@ -288,6 +288,18 @@ def test_another_process_gives_the_same_answers(session, document, path):
     assert [answer.split()[:4] for answer in found] == [q.expected.split() for q in document.questions]
 
 
+def test_a_loaded_session_keeps_a_turn_and_is_saved_again(session, reference, document, path):
+    first, second = (question.text for question in document.questions[:2])
+    session.save(path)
+    live, loaded = Session(*reference, session.cache.fork()), Session.load(path, *reference)
+    for one in (live, loaded):
+        one.ask(first, max_new_tokens=8, keep=True)
+    loaded.save(path)
+    again = Session.load(path, *reference)
+    assert again.report().logical_length == live.report().logical_length > session.report().logical_length
+    assert again.ask(second, max_new_tokens=8) == live.ask(second, max_new_tokens=8)
+
+
 def test_another_tokenizer_is_refused(session, reference, path):
     session.save(path)
     model, tokenizer = reference

@@ -28,6 +28,11 @@ class Row:
         return self.prefill.lengths[self.index]
 
     @property
+    def first(self) -> int:
+        """Position of the first of them: 0 unless a growing cache was compacted before."""
+        return self.prefill.first(self.index)
+
+    @property
     def spec(self) -> HybridSpec:
         return self.prefill.spec
 

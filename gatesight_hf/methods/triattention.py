@@ -91,7 +91,7 @@ class TriAttention(RowScorer):
         mean, magnitude = (statistics[name].unflatten(0, (heads, -1)) for name in ("mean", "magnitude"))
         offsets = torch.tensor(OFFSETS, device=keys.device)
         # One query at each distance; the keys' own rotations make up the rest of the angle.
-        cos, sin = row.rotary(length + offsets)
+        cos, sin = row.rotary(row.first + length + offsets)
         rotary = cos.shape[-1]
         if self.aggregation == "mean":
             cos, sin = cos.mean(0, keepdim=True), sin.mean(0, keepdim=True)
