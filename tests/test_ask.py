@@ -61,7 +61,7 @@ MISTAKES = {
     "--document {binary} --question x": "not a text file in UTF-8",
     "--document {empty} --question x": "has no tokens",
     "--document {document} --question x --kept-fraction 2": "kept_fraction must be in",
-    "--document {document} --question x --estimator {folder}": "No config.json",
+    "--document {document} --question x --estimator {folder}": "no config.json",
     "--document {document} --question x --model {model}": "--estimator is needed",
     "--document {document} --question x --model ./nowhere --estimator {folder}": "--model ./nowhere: no such folder",
     "--document {document} --save {folder}/no/such": "No such file or directory",

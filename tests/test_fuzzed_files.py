@@ -276,6 +276,6 @@ def test_claims_of_a_terabyte_are_refused_in_64_mib(cache_file, estimator_folder
     printed = lines_of(IN_LITTLE_MEMORY, cache_file, *paths, folder)
     lines = [line for line in printed if line.startswith(("limited", "refused"))]
     assert lines[0] == "limited" and len(lines) == 5
-    named = ("kept_keys must be", "recurrent_states.0 must be", "ids must be", "missing tensors")
+    named = ("kept_keys must be", "recurrent_states.0 must be", "ids must be", "where at most")
     for line, match in zip(lines[1:], named, strict=True):
         assert match in line

@@ -13,6 +13,7 @@ import torch
 from huggingface_hub import constants
 
 from gatesight_hf import Estimator, GateSightCache, Session
+from gatesight_hf.cli import main
 from gatesight_hf.hybrid import HybridSpec
 from gatesight_hf.methods.hidden import HiddenStateConfig, HiddenStateScorer
 from gatesight_hf.reference import ESTIMATOR_PATH, load_model, load_tokenizer
@@ -87,7 +88,7 @@ def test_what_is_cached_is_not_downloaded_again(hub, repo, estimator):
     assert not hub.asked("GET", "/")
 
 
-def test_a_cache_and_a_session_open_from_a_repo(hub, dense):
+def test_a_cache_and_a_session_open_from_a_repo(hub, dense, tmp_path):
     bundled = {name: (ESTIMATOR_PATH / name).read_bytes() for name in ("config.json", "model.safetensors")}
     hub.repos["org/reference"] = FakeRepo()
     hub.repos["org/reference"].commit(bundled, "v1")
@@ -98,6 +99,11 @@ def test_a_cache_and_a_session_open_from_a_repo(hub, dense):
     asked = "question : what is the special magic number for amber-river ? answer :"
     session = Session.open(model, tokenizer, "org/reference", text, kept_fraction=0.5, revision="v1")
     assert session.ask(asked, max_new_tokens=4) == "4 8 2 1"
+    session.save(tmp_path / "doc")
+    loaded = Session.load(tmp_path / "doc", model, tokenizer, "org/reference", revision="v1")
+    assert loaded.ask(asked, max_new_tokens=4) == "4 8 2 1"
+    (tmp_path / "text").write_text(text)
+    assert main(["ask", "--document", str(tmp_path / "text"), "--estimator", "org/reference", "--question", asked]) == 0
 
 
 def test_a_hidden_state_scorer_loads_from_its_subfolder(hub, repo, dense, tmp_path):
@@ -167,7 +173,9 @@ def test_weights_of_another_shape_are_refused(hub, repo, dense, tmp_path):
     repo.commit(
         {"model.safetensors": files_of(random_estimator(dense, hidden_size=8), tmp_path / "o")["model.safetensors"]}
     )
-    with pytest.raises(ValueError, match=r"layers\.0\.bias_in must be float32 \(2, 16\), got float32 \(2, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.weight_in must be float32 \(2, 39, 16\), got float32 \(2, 39, 8\)"
+    ):
         Estimator.from_pretrained(REPO)
 
 
