@@ -14,7 +14,6 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from gatesight_eval import cli
 from gatesight_eval.backends import ContextResult, TransformersBackend
 from gatesight_eval.items import Item, Question
 from gatesight_eval.methods import Method, ScorerFactory, calibration_ids, cells_of
@@ -319,7 +318,7 @@ def test_errors_are_one_line_that_names_the_mend(
     command: str, solver: tuple[Any, Any], tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if "--model" not in command:
-        monkeypatch.setattr(cli, "_load", lambda name, dtype: solver)
+        monkeypatch.setattr("gatesight_hf.loading.load_named", lambda name, dtype: solver)
     monkeypatch.chdir(tmp_path)
     assert main(["evaluate", "--out", "run", *command.split()]) == 1
     *before, line = capsys.readouterr().err.splitlines()
@@ -362,7 +361,7 @@ def test_a_stop_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     def stop(name: str, dtype: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_load", stop)
+    monkeypatch.setattr("gatesight_hf.loading.load_named", stop)
     assert main(["evaluate", "--suite", "toy", "--out", "never"]) == 130
     assert capsys.readouterr().err.splitlines()[-1].startswith("gatesight: stopped")
 

@@ -16,18 +16,18 @@ import torch
 import transformers
 
 from .. import __version__
+from ..cards import estimator_card
 from ..estimator import EstimatorConfig
 from ..hybrid import HybridSpec
-from ..methods.hidden import HiddenStateConfig
+from ..identity import weights_digest
+from ..loading import REFERENCE, load_named
+from ..methods.hidden import HIDDEN_STATES_FOLDER, HiddenStateConfig
 from ..reference import documents as reference_documents
-from ..reference import load_model, load_tokenizer
 from .collect import Sampling, collect
 from .fit import FitOptions, fit
 
 #: The shortest text worth a document, as a share of the asked length.
 SHORTEST_SHARE = 0.25
-#: Folder of the scorer on hidden states within the estimator's.
-HIDDEN_STATES_FOLDER = "hidden_states"
 #: Options that count something.
 POSITIVE_OPTIONS = (
     "train_documents",
@@ -122,19 +122,15 @@ def train_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
     for option in POSITIVE_OPTIONS:
         if getattr(args, option) < 1:
             raise ValueError(f"--{option.replace('_', '-')} must be at least 1, got {getattr(args, option)}.")
-    is_reference = args.model == "reference"
+    is_reference = args.model == REFERENCE
     if is_reference:
-        model, tokenizer, name = load_model(), load_tokenizer(), "gatesight-reference"
         texts = reference_texts(args.length, args.seed) if not args.documents else read_texts(args.documents)
     else:
         if not args.documents:
             raise ValueError("--documents is needed for any model but 'reference'.")
-        if args.model.startswith(("/", ".", "~")) and not Path(args.model).expanduser().is_dir():
-            raise FileNotFoundError(f"--model {args.model}: no such folder.")
-        placement = {"device_map": "auto"} if torch.cuda.is_available() else {}
-        model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype="auto", **placement).eval()
-        tokenizer, name = transformers.AutoTokenizer.from_pretrained(args.model), args.model
         texts = read_texts(args.documents)
+    model, tokenizer = load_named(args.model)
+    name = "gatesight-reference" if is_reference else args.model
     spec = HybridSpec.from_config(model.config)
     config = EstimatorConfig.for_model(spec, name, args.window, args.hidden_size)
 
@@ -196,18 +192,8 @@ def train_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
     if fitted.hidden_states is not None:
         fitted.hidden_states.save_pretrained(args.out / HIDDEN_STATES_FOLDER)
     (args.out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
-    (args.out / "README.md").write_text(card(metrics))
+    (args.out / "README.md").write_text(estimator_card(metrics), encoding="utf-8")
     return metrics
-
-
-def weights_digest(model: Any) -> str:
-    """A short digest of up to 64 values of every parameter: tells checkpoints of one layout apart."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        if parameter.device.type != "meta":
-            values = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)]
-            digest.update(name.encode() + values.float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def format_metrics(metrics: dict[str, Any]) -> str:
@@ -216,44 +202,3 @@ def format_metrics(metrics: dict[str, Any]) -> str:
     for name, row in metrics["held_out"].items():
         lines.append(f"{name:20} {row['overlap@10']:10.3f} {row['mass@10']:8.3f} {row['spearman']:9.3f}")
     return "\n".join(lines)
-
-
-def card(metrics: dict[str, Any]) -> str:
-    """The Hub card of an estimator, from its metrics alone."""
-    rows = "\n".join(
-        f"| {name} | {row['overlap@10']:.3f} | {row['mass@10']:.3f} | {row['spearman']:.3f} |"
-        for name, row in metrics["held_out"].items()
-    )
-    return f"""---
-library_name: gatesight_hf
-license: apache-2.0
-base_model: {metrics["base_model"]}
-tags:
-- kv-cache
-- gated-deltanet
-- gatesight
----
-
-# GateSight estimator for {metrics["base_model"]}
-
-Predicts from Gated-DeltaNet signals which KV entries of a context will matter later.
-{metrics["parameters"]:,} parameters; model layout `{metrics["fingerprint"]}`.
-
-```python
-from gatesight_hf import GateSightCache
-
-cache = GateSightCache.from_pretrained("path/to/this/folder", model=model, kept_fraction=0.1)
-model.generate(**inputs, past_key_values=cache)
-```
-
-## Measured on {metrics["eval_documents"]} held-out documents of up to {metrics["document_tokens"]} tokens
-
-| scores | overlap@10 | utility mass in the top 10 % | Spearman |
-|---|---|---|---|
-{rows}
-
-Means over documents, attention layers and KV heads. Trained on {metrics["train_documents"]} other documents, seed
-{metrics["seed"]}, with {metrics["sampling"]["continuations"]} sampled continuations of {metrics["sampling"]["tokens"]}
-tokens each.
-Versions: {", ".join(f"{name} {version}" for name, version in metrics["versions"].items())}.
-"""
