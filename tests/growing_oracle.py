@@ -12,10 +12,15 @@ from torch import Tensor, nn
 
 from gatesight_hf import Estimator, GateSightCache
 from gatesight_hf.budget import allocate
+from gatesight_hf.hybrid import HybridModules, HybridSpec, find_modules
 from gatesight_hf.methods import HiddenStateScorer
 
 from .conftest import assert_same, evicted_of, forward, left_padded, padded, random_estimator, steps
-from .test_signals import hidden_states, mixers, recomputed, recomputed_gate
+from .test_signals import hidden_states, recomputed, recomputed_gate
+
+
+def modules_of(model: Any) -> HybridModules:
+    return find_modules(model, HybridSpec.from_config(model.config))
 
 
 @contextmanager
@@ -27,11 +32,12 @@ def hiding(model: Any, evicted_at: list[Tensor]) -> Iterator[None]:
             query = torch.arange(times.shape[1])[:, None]
             hidden = (query < query.T) | (query >= times[:, None])
             mask = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
-            return args, {**kwargs, "attention_mask": mask.repeat_interleave(module.num_key_value_groups, 0)[None]}
+            groups = 1 if len(mask) == 1 else module.num_key_value_groups
+            return args, {**kwargs, "attention_mask": mask.repeat_interleave(groups, 0)[None]}
 
         return hook
 
-    modules: list[nn.Module] = mixers(model, "self_attn")
+    modules: tuple[nn.Module, ...] = modules_of(model).attention
     handles = [
         module.register_forward_pre_hook(hook_of(times), with_kwargs=True)
         for module, times in zip(modules, evicted_at, strict=True)
@@ -49,8 +55,8 @@ class Row:
     logits: tuple[tuple[int, Tensor], ...] = ()
     compactions: tuple[tuple[int, list[Tensor]], ...] = ()
 
-    def evicted_at(self) -> list[Tensor]:
-        times = [torch.full((2, self.ids.shape[1]), math.inf) for _ in range(2)]
+    def evicted_at(self, heads: int) -> list[Tensor]:
+        times = [torch.full((heads, self.ids.shape[1]), math.inf) for _ in range(2)]
         for length, gone in self.compactions:
             for of_layer, evicted in zip(times, gone, strict=True):
                 assert bool((evicted | of_layer[:, :length].isinf()).all()), "an entry came back"
@@ -125,35 +131,38 @@ class Talk:
 
     def check(self, plain: Any) -> None:
         """Logits of everything said, and every eviction."""
-        gdn, attention = mixers(plain, "linear_attn"), mixers(plain, "self_attn")
+        gdn, attention = modules_of(plain).gdn, modules_of(plain).attention
+        heads = self.cache.spec.num_key_value_heads
         for row in self.rows:
-            with hiding(plain, row.evicted_at()), hidden_states([*gdn, *attention]) as seen:
+            with hiding(plain, row.evicted_at(heads)), hidden_states([*gdn, *attention]) as seen:
                 expected = plain(row.ids, use_cache=False).logits[0]
             for start, found in row.logits:
                 assert_same(found, expected[start : start + len(found)])
-            gates = [recomputed_gate(m, hidden)[0] for m, (hidden,) in zip(attention, seen[6:], strict=True)]
+            gates = [recomputed_gate(m, hidden) for m, (hidden,) in zip(attention, seen[6:], strict=True)]
             if isinstance(self.cache.scorer, HiddenStateScorer):
                 self._check_evictions(row, [hidden[0] for (hidden,) in seen[6:]], gates)
             elif isinstance(self.cache.scorer, Estimator):
-                signals = [recomputed(m, hidden)[0].flatten(1) for m, (hidden,) in zip(gdn, seen[:6], strict=True)]
+                signals = [
+                    recomputed(m, hidden)[0].flatten(1).float() for m, (hidden,) in zip(gdn, seen[:6], strict=True)
+                ]
                 windows = self.cache.scorer.config.gdn_windows
                 self._check_evictions(row, [torch.cat([signals[i] for i in w], 1) for w in windows], gates)
 
-    def _check_evictions(self, row: Row, inputs: list[Tensor], gates: list[Tensor]) -> None:
-        """The whole policy again, from inputs of the scorer `[n, F]` and gates `[n]` of each attention layer."""
-        options, begun = self.cache.options, 0
-        scores = [torch.full((2, row.ids.shape[1]), -math.inf) for _ in gates]
+    def _check_evictions(self, row: Row, inputs: list[Tensor], gates: list[Tensor | None]) -> None:
+        """The whole policy again, from inputs of the scorer `[n, F]` and gates `[1, n]` of each attention layer."""
+        options, begun, heads = self.cache.options, 0, self.cache.spec.num_key_value_heads
+        scores = [torch.full((heads, row.ids.shape[1]), -math.inf) for _ in gates]
         for length, gone in row.compactions:
             for j, of_layer in enumerate(scores):
                 of_layer[:, begun:length] = rated(self.cache.scorer, j, inputs[j], begun, length)
             first = min(options.protected_prefix, length)
             candidates = torch.stack(scores)[..., first:length]
             if options.allocation == "global":
-                total = 2 * sum(allocate(options.kept_fraction, length - first, 2, allocation="flat"))
+                total = heads * sum(allocate(options.kept_fraction, length - first, 2, allocation="flat"))
                 best = candidates.flatten().topk(min(total, int(candidates.isfinite().sum()))).indices
                 kept = torch.zeros(candidates.numel(), dtype=torch.bool).scatter(0, best, True).view_as(candidates)
             else:
-                means = [float(gate[:length].mean()) for gate in gates]
+                means = [float(gate[0, :length].mean()) for gate in gates if gate is not None]
                 counts = allocate(options.kept_fraction, length - first, 2, allocation=options.allocation,
                                   gate_means=means)  # fmt: skip
                 kept = torch.zeros_like(candidates, dtype=torch.bool)

@@ -83,13 +83,19 @@ def test_allocations_and_protection(dense, plain, allocation, prefix):
     talk.check(plain)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen4_exp"])
 def test_every_family(family):
     model, twin = tiny_model(family), tiny_model(family)
     twin.set_attn_implementation("eager")
     talk = Talk.begin(model, contexts_of((CONTEXT, 17)))
     three_turns(talk)
     talk.check(twin)
+
+
+def test_a_cache_with_an_index_does_not_grow():
+    model = tiny_model("qwen4_exp")
+    with pytest.raises(ValueError, match="has an index over its entries"):
+        GateSightCache(random_estimator(model), model, growing=True)
 
 
 def test_hidden_states_of_new_tokens(dense, plain):
@@ -127,7 +133,7 @@ def test_the_oracle_can_tell(dense, plain):
     three_turns(talk)
     (row,) = talk.rows
     for wrong in (row.compactions[:1], row.compactions[-1:], ()):
-        with hiding(plain, replace(row, compactions=wrong).evicted_at()):
+        with hiding(plain, replace(row, compactions=wrong).evicted_at(2)):
             expected = plain(row.ids, use_cache=False).logits[0]
         assert max(float((found - expected[s : s + len(found)]).abs().max()) for s, found in row.logits) > 1e-2
 
