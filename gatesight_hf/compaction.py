@@ -121,7 +121,8 @@ def plan_compaction(
     protected = [min(options.protected_prefix, length) for length in lengths]
     evictable = [length - first for length, first in zip(lengths, protected, strict=True)]
     budgets = [total_budget(options.kept_fraction, n, count) for n in evictable]
-    heads = prefill.keys[0].shape[1]
+    # Those that choose for themselves.
+    heads = 1 if prefill.spec.indexed else prefill.keys[0].shape[1]
     if budgets == [count * n for n in evictable]:
         options = replace(options, allocation="flat")  # everything stays, and nothing needs a score
     if options.allocation == "global":

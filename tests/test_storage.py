@@ -14,8 +14,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from gatesight_hf import CacheStateError, GateSightCache, Prefill, Session, SessionFileError, SessionMismatchError
-from gatesight_hf.identity import weights_digest
 from gatesight_hf.families import Qwen35Adapter
+from gatesight_hf.identity import weights_digest
 from gatesight_hf.layers import Extent, GateSightAttentionLayer
 from gatesight_hf.reference import ESTIMATOR_PATH, documents, load_model, load_tokenizer
 from gatesight_hf.tensor_files import TensorInfo
