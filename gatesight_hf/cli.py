@@ -53,10 +53,9 @@ def _ask(args: argparse.Namespace) -> None:
     print(json.dumps(result, indent=2) if args.json else format_answers(result))
 
 
-def _add_train(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    verb = verbs.add_parser("train", help="train an estimator for a model, on documents")
+def _add_collection(verb: argparse.ArgumentParser) -> None:
+    """Options of what collects documents and fits on them."""
     verb.add_argument("--model", required=True, help="'reference' (bundled), or a folder or Hub id of a hybrid model")
-    verb.add_argument("--out", type=Path, required=True, help="folder of the estimator, ready for the Hub")
     verb.add_argument(
         "--documents",
         type=Path,
@@ -79,13 +78,19 @@ def _add_train(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     verb.add_argument("--epochs", type=int, default=30)
     verb.add_argument("--window", type=int, default=6, help="nearest GDN layers below an attention layer that are read")
     verb.add_argument("--hidden-size", type=int, default=64)
+    verb.add_argument("--seed", type=int, default=0)
+    verb.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_train(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    verb = verbs.add_parser("train", help="train an estimator for a model, on documents")
+    _add_collection(verb)
+    verb.add_argument("--out", type=Path, required=True, help="folder of the estimator, ready for the Hub")
     verb.add_argument(
         "--hidden-states",
         action="store_true",
         help="also fit the same MLPs on hidden states, for comparison (KVzap's inputs), into OUT/hidden_states",
     )
-    verb.add_argument("--seed", type=int, default=0)
-    verb.add_argument("--json", action="store_true", help="print JSON")
     verb.set_defaults(run=_train)
 
 
@@ -94,6 +99,24 @@ def _train(args: argparse.Namespace) -> None:
 
     metrics = train_from_arguments(args)
     print(json.dumps(metrics, indent=2) if args.json else format_metrics(metrics))
+
+
+def _add_analyze(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    verb = verbs.add_parser("analyze", help="why GDN signals tell what will matter, on a model and documents")
+    _add_collection(verb)
+    verb.add_argument("--out", type=Path, required=True, help="OUT.json, OUT.md and OUT-*.png")
+    verb.add_argument("--estimator", help="folder of a trained one to measure too (reference model: the bundled one)")
+    verb.add_argument("--longer-documents", type=int, default=8, help="to see what scores do on longer ones; may be 0")
+    verb.add_argument("--longer-length", type=int, help="their tokens (default: twice --length)")
+    verb.set_defaults(run=_analyze)
+
+
+def _analyze(args: argparse.Namespace) -> None:
+    from gatesight_eval.analyze import analyze_from_arguments
+    from gatesight_eval.observation_tables import markdown
+
+    found = analyze_from_arguments(args)
+    print(json.dumps(found, indent=2) if args.json else markdown(found, args.out.name))
 
 
 def _add_serve(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -179,7 +202,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="gatesight", description=__doc__)
     made.add_argument("--version", action="version", version=__version__)
     verbs = made.add_subparsers(required=True, metavar="VERB")
-    for add in (_add_demo, _add_ask, _add_train, _add_serve, _add_inspect, _add_push, _add_evaluation):
+    for add in (_add_demo, _add_ask, _add_train, _add_analyze, _add_serve, _add_inspect, _add_push, _add_evaluation):
         add(verbs)
     return made
 

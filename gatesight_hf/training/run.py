@@ -6,8 +6,7 @@ import json
 import platform
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -117,23 +116,45 @@ def claim_folder(folder: Path, settings: dict[str, Any]) -> None:
     record.write_text(text)
 
 
-def train_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Collect, fit, measure and write. Returns what `metrics.json` holds."""
+@dataclass(frozen=True)
+class Collected:
+    """Documents of a model, ready to fit on.
+
+    Attributes:
+        model: The model; `name` on cards and in files.
+        spec: Its layout.
+        settings: Of the collection.
+        train, held_out: Shards of different documents.
+        longer: Shards of longer documents; empty unless asked for.
+    """
+
+    model: Any
+    name: str
+    spec: HybridSpec
+    settings: dict[str, Any]
+    train: list[Path]
+    held_out: list[Path]
+    longer: list[Path]
+
+
+def collect_from_arguments(args: argparse.Namespace, longer_documents: int = 0, longer_length: int = 0) -> Collected:
+    """Load the model, read or make the documents, and collect their shards.
+
+    Args:
+        args: As `gatesight train` has them.
+        longer_documents, longer_length: How many longer documents to collect besides, and of how many tokens.
+
+    Raises:
+        ValueError: Options out of range, too few documents, or data of other settings in the folder.
+    """
     for option in POSITIVE_OPTIONS:
-        if getattr(args, option) < 1:
+        if hasattr(args, option) and getattr(args, option) < 1:
             raise ValueError(f"--{option.replace('_', '-')} must be at least 1, got {getattr(args, option)}.")
     is_reference = args.model == REFERENCE
-    if is_reference:
-        texts = reference_texts(args.length, args.seed) if not args.documents else read_texts(args.documents)
-    else:
-        if not args.documents:
-            raise ValueError("--documents is needed for any model but 'reference'.")
-        texts = read_texts(args.documents)
+    if not is_reference and not args.documents:
+        raise ValueError("--documents is needed for any model but 'reference'.")
     model, tokenizer = load_named(args.model)
     name = "gatesight-reference" if is_reference else args.model
-    spec = HybridSpec.from_config(model.config)
-    config = EstimatorConfig.for_model(spec, name, args.window, args.hidden_size)
-
     prompts = args.prompt or (["question :"] if is_reference else [""])
     sampling = Sampling(
         continuations=args.continuations,
@@ -151,21 +172,46 @@ def train_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "hidden_states": args.hidden_states,
     }
     claim_folder(data, settings)
-    # One stream of different documents feeds both, so that they are disjoint; only one is in memory at a time.
-    documents = tokenized(texts, tokenizer, args.length)
-    count, held_count = args.train_documents, args.eval_documents
-    gather = partial(collect, model, hidden_states=args.hidden_states)
-    train = gather(islice(documents, count), data / "train", sampling, "train documents", count)
-    sampling = replace(sampling, seed=sampling.seed + 1_000_000)
-    held_out = gather(islice(documents, held_count), data / "eval", sampling, "eval documents", held_count)
-    found, wanted = len(train) + len(held_out), count + held_count
-    if found < wanted:
-        raise ValueError(
-            f"Only {found} different documents of at least {int(SHORTEST_SHARE * args.length)} tokens were found, "
-            f"{wanted} are asked for: give more or longer texts, or lower --train-documents, --eval-documents or "
-            "--length."
-        )
 
+    used: set[tuple[int, ...]] = set()
+
+    def documents_of(length: int, seed: int) -> Iterator[list[int]]:
+        """Those that do not begin as one that was given before, which are `args.length` tokens long."""
+        texts = read_texts(args.documents) if args.documents else reference_texts(length, seed)
+        for ids in tokenized(texts, tokenizer, length):
+            beginning = tuple(ids[: args.length])
+            if beginning not in used:
+                used.add(beginning)
+                yield ids
+
+    def gather(kind: str, documents: Iterator[list[int]], count: int, length: int, seed: int) -> list[Path]:
+        chosen, sampled = islice(documents, count), replace(sampling, seed=seed)
+        shards = collect(model, chosen, data / kind, sampled, f"{kind} documents", count, args.hidden_states)
+        if len(shards) < count:
+            raise ValueError(
+                f"Only {len(shards)} different documents of at least {int(SHORTEST_SHARE * length)} tokens were found "
+                f"for {kind}, {count} are asked for: give more or longer texts, or lower --train-documents, "
+                "--eval-documents or --length."
+            )
+        return shards
+
+    # One stream of different documents feeds both, so that they are disjoint; only one is in memory at a time.
+    documents, seed = documents_of(args.length, args.seed), args.seed
+    train = gather("train", documents, args.train_documents, args.length, seed)
+    held_out = gather("eval", documents, args.eval_documents, args.length, seed + 1_000_000)
+    longer = []
+    if longer_documents:
+        documents = documents_of(longer_length, seed + 2_000_000)
+        longer = gather("longer", documents, longer_documents, longer_length, seed + 2_000_000)
+    return Collected(model, name, HybridSpec.from_config(model.config), settings, train, held_out, longer)
+
+
+def train_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Collect, fit, measure and write. Returns what `metrics.json` holds."""
+    collected = collect_from_arguments(args)
+    model, name, spec, settings = collected.model, collected.name, collected.spec, collected.settings
+    train, held_out = collected.train, collected.held_out
+    config = EstimatorConfig.for_model(spec, name, args.window, args.hidden_size)
     hidden_config = None
     if args.hidden_states:
         hidden_config = HiddenStateConfig.for_model(spec, name, model.config.hidden_size, args.hidden_size)
