@@ -316,7 +316,7 @@ ERRORS = {
 def test_errors_are_one_line_that_names_the_mend(
     command: str, solver: tuple[Any, Any], tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if "--model" not in command and "--dtype" not in command:
+    if "--model" not in command:
         monkeypatch.setattr("gatesight_hf.loading.load_named", lambda name, dtype: solver)
     monkeypatch.chdir(tmp_path)
     assert main(["evaluate", "--out", "run", *command.split()]) == 1
