@@ -307,7 +307,6 @@ ERRORS = {
     "--suite scbench --method random --max-turns 0": "max_turns is a number of questions",
     "--suite scbench-kvzip --method random": "needs --tasks",
     "--model ./nowhere --suite toy": "--model ./nowhere: no such folder",
-    f"{TOY} --method random --dtype nn": "--dtype nn: no data type of torch",
     f"{TOY} --method random --whole-blocks": "are for --backend vllm",
     f"{TOY} --backend vllm": "use an environment for it alone, as `make vllm` does",
 }
@@ -364,6 +363,11 @@ def test_a_stop_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.setattr("gatesight_hf.loading.load_named", stop)
     assert main(["evaluate", "--suite", "toy", "--out", "never"]) == 130
     assert capsys.readouterr().err.splitlines()[-1].startswith("gatesight: stopped")
+
+
+def test_data_types_are_those_of_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "--suite", "toy", "--dtype", "nn", "--out", "never"]) == 1
+    assert "--dtype nn: no data type of torch" in capsys.readouterr().err
 
 
 def test_serving_without_vllm_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:

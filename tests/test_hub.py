@@ -102,6 +102,7 @@ def test_a_cache_and_a_session_open_from_a_repo(hub, dense, tmp_path):
     session.save(tmp_path / "doc")
     loaded = Session.load(tmp_path / "doc", model, tokenizer, "org/reference", revision="v1")
     assert loaded.ask(asked, max_new_tokens=4) == "4 8 2 1"
+    hub.repos["org/reference"].commit(bundled)
     (tmp_path / "text").write_text(text)
     assert main(["ask", "--document", str(tmp_path / "text"), "--estimator", "org/reference", "--question", asked]) == 0
 
@@ -173,9 +174,7 @@ def test_weights_of_another_shape_are_refused(hub, repo, dense, tmp_path):
     repo.commit(
         {"model.safetensors": files_of(random_estimator(dense, hidden_size=8), tmp_path / "o")["model.safetensors"]}
     )
-    with pytest.raises(
-        ValueError, match=r"layers\.0\.weight_in must be float32 \(2, 39, 16\), got float32 \(2, 39, 8\)"
-    ):
+    with pytest.raises(ValueError, match=r"layers\.0\.weight_in must be .* \(2, 39, 16\), got .* \(2, 39, 8\)"):
         Estimator.from_pretrained(REPO)
 
 
