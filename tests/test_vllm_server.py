@@ -1,5 +1,6 @@
 """`gatesight serve`: many clients over loopback, against solo runs of the same server, in processes of their own."""
 
+import contextlib
 import json
 import os
 import signal
@@ -78,10 +79,12 @@ def server() -> Iterator[Server]:
     # vLLM's processes spin on their cores.
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    with subprocess.Popen([*command, *OPTIONS.split(), "--port", str(port)], env=environment) as process:
+    command += [*OPTIONS.split(), "--port", str(port)]
+    # A group of its own, so that its engine does not outlive it.
+    with subprocess.Popen(command, env=environment, start_new_session=True) as process:
         running = Server(port, process)
         try:
-            deadline = time.monotonic() + 300
+            deadline = time.monotonic() + 600
             while not _healthy(running):
                 assert process.poll() is None, "the server ended"
                 assert time.monotonic() < deadline, "the server did not start"
@@ -92,7 +95,9 @@ def server() -> Iterator[Server]:
             try:
                 process.wait(30)
             except subprocess.TimeoutExpired:
-                process.kill()
+                pass
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _healthy(server: Server) -> bool:
@@ -195,7 +200,7 @@ def test_the_metrics_count_what_happened(server):
 
 def test_the_client_example_runs(server):
     command = [sys.executable, str(ROOT / "examples" / "vllm_client.py"), server.url]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
     answers = [line.partition("-> ")[2].split(" | expected: ") for line in run.stdout.splitlines() if "-> " in line]
     assert len(answers) == 4 and all(found == right for found, right in answers)
@@ -207,7 +212,7 @@ def test_the_offline_example_runs():
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     command = [sys.executable, str(ROOT / "examples" / "vllm_offline.py")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert run.returncode == 0, run.stderr
     answers = [line.partition("-> ")[2].split(" | expected: ") for line in run.stdout.splitlines() if "-> " in line]
     assert len(answers) == 4 and all(found == right for found, right in answers)
