@@ -86,6 +86,8 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
         self._meta = StepMetadata()
         self._parents: dict[str, _Parent] = {}
         self._refused: set[str] = set()
+        #: Gauges as they were told last.
+        self._levels: dict[str, int] = {"sessions": 0, "session_blocks": 0}
         #: By session, why its last request could not be served, until it is asked for.
         self._refusals: OrderedDict[str, str] = OrderedDict()
         #: By request that drops a session, whether there was one.
@@ -109,6 +111,9 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: "Request") -> None:
         asked = Asked.by(request)
+        if asked.kind is not None:
+            # Set for prompt log-probabilities: vLLM would then ignore what a child inherits, and that it is refused.
+            request.skip_reading_prefix_cache = False
         if asked.kind == OPEN:
             self._open(request, asked)
         elif asked.kind == DROP:
@@ -137,12 +142,13 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
                 self._meta.forgotten.append(request_id)
             self._make_room(request)
             return 0, False
-        session = self._child_of(request, asked)
+        session = None if request_id in self._refused else self._child_of(request, asked)
         if session is None:
-            # A load that fails is the one way in which a connector can refuse a request.
+            # A load that fails is the one way in which a connector can refuse a request. It needs blocks like others:
+            # where idle sessions had them all, it would wait, and all requests behind it.
             self._refused.add(request_id)
+            self._make_room(request)
             return 1, True
-        self._refused.discard(request_id)
         for i, manager in self._attention_managers():
             manager.inherit(request_id, session.attention[i])
         self._make_room(request)
@@ -165,6 +171,9 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
                 asked.session_id,
                 f"the prompt of a child is the session's context, the same {session.tokens} tokens, and a question",
             )
+            return None
+        if request.sampling_params is not None and request.sampling_params.prompt_logprobs is not None:
+            self._note(asked.session_id, "a child has no log-probabilities of its prompt: its context is not run again")
             return None
         self._sessions.use(session, asked.session_id, request.request_id)
         return session
@@ -311,13 +320,16 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
             **{f"{name}_seconds": seconds for name, seconds in outcome.seconds.items()},
         )
         self._sessions.add(parent.session_id, session)
+        self._refusals.pop(parent.session_id, None)
 
     def get_kv_connector_stats(self) -> SessionStats | None:
         """Called on both halves; the scheduler's one counts."""
-        if self.role != KVConnectorRole.SCHEDULER or self._sessions.stats.is_empty():
+        levels = {"sessions": len(self._sessions), "session_blocks": self._sessions.blocks}
+        # The last child of a dropped session gives its blocks back, which nothing else counts.
+        if self.role != KVConnectorRole.SCHEDULER or (self._sessions.stats.is_empty() and levels == self._levels):
             return None
-        stats, self._sessions.stats = self._sessions.stats, SessionStats()
-        stats.add(sessions=len(self._sessions), session_blocks=self._sessions.blocks)
+        stats, self._sessions.stats, self._levels = self._sessions.stats, SessionStats(), levels
+        stats.add(**levels)
         return stats
 
     @classmethod

@@ -94,6 +94,8 @@ class OpenOptions:
         names = [f.name for f in fields(self)]
         if unknown := sorted(set(given) - set(names)):
             raise ValueError(f"GateSight has no options {unknown}; there are {', '.join(names)}.")
+        if given.get("scorer", self.scorer) != self.scorer:
+            given = {"scorer_options": {}, **given}  # those were the other scorer's
         return replace(self, **given)
 
     def check_scorer(self, estimators: Sequence[str]) -> None:
@@ -117,7 +119,7 @@ class Asked:
 
     Attributes:
         kind: One of `KINDS`, something unknown, or None for ordinary requests.
-        session_id: Of the session that it is about.
+        session_id: Of the session that it is about; empty unless it is text.
         options: The rest of its parameters.
     """
 
@@ -129,7 +131,8 @@ class Asked:
     def of(cls, parameters: Mapping[str, Any] | None) -> "Asked":
         rest = dict(parameters or {})
         kind = rest.pop("gatesight", None)
-        return cls(kind, str(rest.pop("session", "")), rest)
+        session_id = rest.pop("session", "")
+        return cls(kind, session_id if isinstance(session_id, str) else "", rest)
 
     @classmethod
     def by(cls, request: "Request") -> "Asked":
