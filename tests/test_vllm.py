@@ -346,6 +346,29 @@ def test_a_refused_request_does_not_wait_for_blocks_of_idle_sessions(engine):
     assert free_blocks(engine) == before
 
 
+@pytest.mark.parametrize(("names", "free", "ends"), [("ab", 9, ["length", "error"]), ("a", 7, ["error"])])
+def test_children_do_not_wait_for_ever_for_blocks_of_their_own_sessions(engine, monkeypatch, names, free, ends):
+    """One runs until it lacks a block that the other's session has; or its own session leaves it none."""
+    connector, pool = scheduler(engine).connector, scheduler(engine).kv_cache_manager.block_pool
+    before, length = free_blocks(engine), 3 * connector._block_size - 47
+    sampling = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, detokenize=False)
+    contexts = {name: ids(length, seed) for seed, name in enumerate(names)}
+    for name, context in contexts.items():
+        engine.open(context, name, kept_fraction=1.0)
+    taken = pool.get_new_blocks(free_blocks(engine) - free)  # the pool of a smaller engine
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "num_gpu_blocks", pool.num_gpu_blocks - len(taken))
+        for name, context in contexts.items():
+            under_way(engine, name, context + ids(5, 7), sampling, gatesight="ask", session=name)
+        assert reasons(engine, 400) == dict(zip(names, ends, strict=True))
+    pool.free_blocks(taken)
+    for name in names:
+        connector._sessions.drop(name)
+    assert free_blocks(engine) == before and not connector._sessions._leaving
+    assert answer(engine.llm.generate([{"prompt_token_ids": ids(20, 1)}], GREEDY, use_tqdm=False)[0])
+    assert not any(bool(table.any()) for table in get_kv_transfer_group().evicted.values())
+
+
 def test_gauges_follow_the_last_child_of_a_dropped_session(engine, monkeypatch):
     connector, told = scheduler(engine).connector, []
     plain = connector.get_kv_connector_stats

@@ -143,15 +143,21 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
             self._make_room(request)
             return 0, False
         session = None if request_id in self._refused else self._child_of(request, asked)
+        if session is not None:
+            for i, manager in self._attention_managers():
+                manager.inherit(request_id, session.attention[i])
+            self._make_room(request)
+            if request_id not in session.users:
+                self._note(asked.session_id, "no blocks are left for a child beside it")
+                session = None
         if session is None:
             # A load that fails is the one way in which a connector can refuse a request. It needs blocks like others:
             # where idle sessions had them all, it would wait, and all requests behind it.
             self._refused.add(request_id)
+            for _, manager in self._attention_managers():
+                manager.disinherit(request_id)
             self._make_room(request)
             return 1, True
-        for i, manager in self._attention_managers():
-            manager.inherit(request_id, session.attention[i])
-        self._make_room(request)
         return session.tokens - num_computed_tokens, False
 
     def _child_of(self, request: "Request", asked: Asked) -> Session | None:
@@ -195,7 +201,7 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
                 needed += manager.get_num_blocks_to_allocate(request.request_id, request.num_tokens)
             else:
                 needed += cdiv(request.num_tokens, manager.block_size)
-        self._sessions.make_room(needed)
+        self._sessions.make_room(needed, request.request_id)
 
     def has_pending_block_frees(self) -> bool:
         """Called where a running request finds no block: an idle session goes before anything is preempted."""
