@@ -1,5 +1,6 @@
 """`gatesight serve`: many clients over loopback, against solo runs of the same server, in processes of their own."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -21,6 +22,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: see `make test-vllm`"
 import httpx
 
 from gatesight_hf.reference import ESTIMATOR_PATH, MODEL_PATH, documents
+from gatesight_hf.vllm.server import SessionMiddleware
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = {name: documents.needles(Random(seed), 1024, count=8, asked=8) for seed, name in enumerate(("one", "two"))}
@@ -170,15 +172,53 @@ def test_requests_that_cannot_be_served_say_why(server):
     assert "no options ['kept']" in error(400, prompt, gatesight="open", session="one", kept=0.1)
     assert "No scorer 'other'" in error(400, prompt, gatesight="open", session="one", scorer="other")
     server.open("one")
+    assert "No scorer 'other'" in error(400, prompt, gatesight="open", session="one", scorer="other")
+    assert "one of open, ask" in error(400, prompt, gatesight="open", session=None)
     assert "the same 1024 tokens, and a question" in error(400, "another text", gatesight="ask", session="one")
     about = {"gatesight": "ask", "session": "two"}
     stream = server.complete(prompt, about, stream=True)
     assert "no such session" in stream.text and stream.text.rstrip().endswith("[DONE]")
+    refused = [
+        ({"prompt": [prompt, "another text"]}, {"gatesight": "open", "session": "two"}, "one prompt opens a session"),
+        ({"use_beam_search": True}, {"gatesight": "ask", "session": "one"}, "beam search does not carry"),
+        ({"echo": True, "logprobs": 1}, {"gatesight": "ask", "session": "one"}, "no log-probabilities of its prompt"),
+        ({"echo": True, "logprobs": 1}, {"gatesight": "ask", "session": "two"}, "no such session"),
+    ]
+    for options, about, why in refused:
+        response = server.complete(**{"prompt": prompt, "about": about, **options})
+        assert response.status_code in (400, 404) and why in response.json()["error"]["message"]
     assert server.client.get("/gatesight/sessions/two").status_code == 404
     assert server.client.delete("/gatesight/sessions/two").status_code == 404
     assert server.client.put("/gatesight/sessions/one").status_code == 405
     assert server.client.delete("/gatesight/sessions/one").status_code == 200
     assert server.process.poll() is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_has_the_words_of_an_error_is_passed_on(stream):
+    says = {"choices": [{"text": "Internal server error"}]}
+    body = b"data: " + json.dumps(says).encode() + b"\n\n" if stream else json.dumps(says).encode()
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    async def receive() -> Any:
+        about = {"gatesight": "ask", "session": "one"}
+        return {"type": "http.request", "body": json.dumps({"kv_transfer_params": about}).encode()}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def refused(*args: Any) -> Any:
+        return 200, {"report": None, "refusal": "of somebody else"}
+
+    middleware = SessionMiddleware(app)
+    middleware._about = refused  # type: ignore[method-assign]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    asyncio.run(middleware(scope, receive, send))
+    assert sent[-1]["body"] == body
 
 
 def test_the_metrics_count_what_happened(server):
