@@ -75,10 +75,11 @@ def _cells(cells: list[dict[str, Any]]) -> str:
         "## Signals of single heads and utility",
         "",
         "Spearman correlation of a GDN head's signal with the utility of the entries of an attention layer, mean over "
-        "documents and KV heads, and how much more utility the highest tenth by that signal has than the mean.",
+        "documents and KV heads; and how much more utility the highest tenth of the entries by the strongest head's "
+        "signal has than the mean (the lowest tenth where the correlation is negative).",
         "",
         table_header(
-            ["attention layer", "signal", "heads", "lowest", "highest", "strongest head", "its top decile's lift"]
+            ["attention layer", "signal", "heads", "lowest", "highest", "strongest head", "lift of its best tenth"]
         ),
     ]
     for j, cell in enumerate(cells):
@@ -158,9 +159,12 @@ def plot_half_lives(found: dict[str, Any], path: Path) -> None:
     axis.plot([], [], "o", color=COLOURS[0], label="from signals, range over documents")
     if lives["checkpoint"] is not None:
         axis.plot([], [], "_", color=COLOURS[1], label="from parameters alone")
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=8, loc="lower right")
     axis.set(xlabel="GDN layer (its heads by half-life)", ylabel="half-life, tokens", yscale="log")
     axis.set_xticks(ticks, labels)
+    for formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+        formatter(lambda value, _: f"{value:,g}")
+    axis.tick_params(axis="y", which="both", labelsize=7)
     save_figure(figure, path)
 
 
@@ -178,7 +182,9 @@ def plot_cells(found: dict[str, Any], path: Path) -> None:
         for axis, (kind, name) in zip(axes[j], KINDS.items(), strict=True):
             image = axis.imshow(cell["correlation"][kind], cmap="PuOr", vmin=-largest, vmax=largest, aspect="auto")
             axis.set_title(f"attention layer {j}: {name}", fontsize=8)
+            heads = len(cell["correlation"][kind][0])
             axis.set_yticks(range(len(cell["gdn"])), cell["gdn"], fontsize=7)
+            axis.set_xticks(range(0, heads, max(1, heads // 8)))
             axis.set_ylabel("GDN layer", fontsize=7)
             axis.set_xlabel("head", fontsize=7)
             axis.tick_params(labelsize=7)
