@@ -105,7 +105,9 @@ def _add_analyze(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     verb = verbs.add_parser("analyze", help="why GDN signals tell what will matter, on a model and documents")
     _add_collection(verb)
     verb.add_argument("--out", type=Path, required=True, help="OUT.json, OUT.md and OUT-*.png")
-    verb.add_argument("--estimator", help="folder of a trained one to measure too (reference model: the bundled one)")
+    verb.add_argument(
+        "--estimator", help="folder or Hub repo of a trained one to measure too (reference model: the bundled one)"
+    )
     verb.add_argument("--longer-documents", type=int, default=8, help="to see what scores do on longer ones; may be 0")
     verb.add_argument("--longer-length", type=int, help="their tokens (default: twice --length)")
     verb.set_defaults(run=_analyze)
@@ -122,7 +124,7 @@ def _analyze(args: argparse.Namespace) -> None:
 def _add_serve(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     verb = verbs.add_parser("serve", help="serve a model with sessions through vLLM's OpenAI-compatible server")
     verb.add_argument("model", help="folder or Hub id")
-    verb.add_argument("--estimator", required=True, help="folder of an estimator for it")
+    verb.add_argument("--estimator", required=True, help="folder or Hub repo of an estimator for it")
     verb.add_argument("--kept-fraction", type=float, default=0.1, help="unless a request says another (default: 0.1)")
     verb.add_argument("--protected-prefix", type=int, default=0, help="first tokens of each context that always stay")
     verb.add_argument("--allocation", default="gate", help="layer shares (default: gate)")

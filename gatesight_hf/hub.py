@@ -282,8 +282,13 @@ class Upload:
 
 def check_repo_id(repo_id: str) -> None:
     """Raises ValueError unless `repo_id` has the form `owner/name`."""
-    if not REPO_ID.fullmatch(repo_id):
+    if not is_repo_id(repo_id):
         raise ValueError(f"{repo_id!r} is no name of a Hub repo: give 'owner/name'.")
+
+
+def is_repo_id(source: str) -> bool:
+    """Whether a text has the form of a repo's id, `owner/name`."""
+    return REPO_ID.fullmatch(source) is not None
 
 
 def push(

@@ -54,7 +54,8 @@ def add_evaluate(verbs: Verbs) -> None:  # type: ignore[valid-type]
         "--estimator",
         action="append",
         metavar="NAME=FOLDER",
-        help="estimator of a row; may be repeated (default for the reference model: gatesight=the bundled one)",
+        help="estimator of a row, a folder or Hub repo; may be repeated (default for the reference model: "
+        "gatesight=the bundled one)",
     )
     verb.add_argument("--hidden-states", type=Path, metavar="FOLDER", help="scorer for the row hidden_states")
     verb.add_argument("--calibration", type=Path, metavar="FILE", help="TriAttention: saved statistics, or plain .txt")
@@ -204,16 +205,16 @@ def _fractions(text: str) -> list[float]:
         raise ValueError(f"--kept {text}: {error}") from error
 
 
-def _estimators(args: argparse.Namespace) -> dict[str, Path]:
-    """Folders by the name of their row."""
+def _estimators(args: argparse.Namespace) -> dict[str, str | Path]:
+    """Folders or Hub repos by the name of their row."""
     from gatesight_hf import reference
 
-    estimators = {}
+    estimators: dict[str, str | Path] = {}
     for pair in args.estimator or []:
         name, _, folder = pair.partition("=")
         if not folder:
             raise ValueError(f"--estimator {pair}: give NAME=FOLDER, for example gatesight=my-estimator.")
-        estimators[name] = Path(folder)
+        estimators[name] = folder
     if args.model == "reference":
         estimators.setdefault("gatesight", reference.ESTIMATOR_PATH)
     return estimators

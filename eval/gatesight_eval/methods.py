@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gatesight_hf import Estimator, Scorer
+from gatesight_hf import Estimator, Scorer, hub
 from gatesight_hf.budget import check_allocation, check_gate_exponent
 from gatesight_hf.methods import (
     ExpectedAttention,
@@ -102,7 +102,7 @@ class ScorerFactory:
 
     Attributes:
         model, tokenizer: What is evaluated.
-        estimators: Folders of estimators by the name of their row.
+        estimators: Folders or Hub repos of estimators by the name of their row.
         hidden_states: Folder of a scorer on hidden states, for `hidden_states`.
         calibration: Statistics for `triattention`, or token ids `[B, T]` of plain text to gather them from.
         options: Arguments of scorers by name, for example `{"snapkv": {"window": 32}}`.
@@ -110,7 +110,7 @@ class ScorerFactory:
 
     model: Any
     tokenizer: Any
-    estimators: Mapping[str, Path]
+    estimators: Mapping[str, str | Path]
     hidden_states: Path | None = None
     calibration: Path | Tensor | None = None
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class ScorerFactory:
         if unknown:
             raise ValueError(f"Options for unknown methods {unknown}; there are {', '.join(self.names)}.")
         for name, folder in self.estimators.items():
-            if not Path(folder).is_dir():
+            if not Path(folder).is_dir() and not hub.is_repo_id(str(folder)):
                 raise FileNotFoundError(f"--estimator {name}={folder}: no such folder.")
         taken = sorted({FULL, EMPTY, ORACLE, *self._makers()} & set(self.estimators))
         if taken:

@@ -5,7 +5,6 @@
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -67,7 +66,7 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         check_engine(vllm_config)
         given = dict(self._kv_transfer_config.kv_connector_extra_config)
-        estimators: dict[str, Path] = {name: Path(folder) for name, folder in given.pop("estimators").items()}
+        estimators: dict[str, str] = given.pop("estimators")
         self._estimators = list(estimators)
         self._sessions = Sessions(given.pop("max_sessions", MAX_SESSIONS))
         self._options = OpenOptions(scorer=self._estimators[0]).updated(given)

@@ -51,8 +51,8 @@ class GateSightLLM:
 
     Args:
         model: Of `vllm.LLM`.
-        estimator: Folder of an estimator for it; or folders by name, of which the first one is used unless `scorer`
-            names another.
+        estimator: Folder or Hub repo of an estimator for it; or several by name, of which the first one is used unless
+            `scorer` names another.
         max_sessions: Idle sessions beyond that are dropped, the least recently used one first; so are idle ones where
             blocks run out.
         options: Those of `OpenOptions`, such as `kept_fraction`; the others are `vllm.LLM`'s.
@@ -166,9 +166,9 @@ def engine_options(estimator: str | Path | Mapping[str, str | Path], **config: A
         ValueError: Unknown options, or values out of range.
     """
     named = estimator if isinstance(estimator, Mapping) else {GATESIGHT: estimator}
-    estimators = {name: str(folder) for name, folder in named.items()}
+    estimators = {name: str(source) for name, source in named.items()}
     if not estimators:
-        raise ValueError("An engine needs an estimator: give its folder.")
+        raise ValueError("An engine needs an estimator: give its folder or Hub repo.")
     most = config.pop("max_sessions", MAX_SESSIONS)
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise ValueError(f"max_sessions is a whole number >= 1, got {most!r}.")

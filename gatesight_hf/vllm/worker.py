@@ -3,7 +3,6 @@
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ class CompactingWorker:
 
     Args:
         spec: Layout of the model.
-        estimators: Folders of estimators, by name.
+        estimators: Folders or Hub repos of estimators, by name.
         layers: Layer name of each attention group.
         evicted: Filled here, read by the metadata builder: per layer name, evicted entries of the rows that begin with
             a block, `[blocks]`, int64.
@@ -57,9 +56,9 @@ class CompactingWorker:
     """
 
     def __init__(
-        self, spec: HybridSpec, estimators: Mapping[str, Path], layers: dict[int, str], evicted: dict[str, Tensor]
+        self, spec: HybridSpec, estimators: Mapping[str, str], layers: dict[int, str], evicted: dict[str, Tensor]
     ) -> None:
-        self._estimators = {name: Estimator.from_pretrained(folder) for name, folder in estimators.items()}
+        self._estimators = {name: Estimator.from_pretrained(source) for name, source in estimators.items()}
         for estimator in self._estimators.values():
             estimator.check(spec)
         self._spec = spec
