@@ -42,9 +42,12 @@ class GateSightCache(CallFollower):
             layers are filled up to their fullest head, so that less memory is freed than entries are evicted.
         block_size (`int`): Round each layer's entries up to whole blocks, as paged engines do.
         gate_exponent (`float`): Power of the mean output gate in `gate` shares.
+        entries_dtype (`str | None`): `int8` holds kept entries as 8-bit integers, see `quantised.py`; later tokens stay
+            in the model's dtype, and so do a layer's entries if NaN or infinity is among them. In every forward each
+            layer turns its kept entries back, by way of float32, for as long as it runs. None: the model's dtype.
 
     Raises:
-        ValueError: Kept fraction outside (0, 1], negative prefix, unknown allocation.
+        ValueError: Kept fraction outside (0, 1], negative prefix, unknown allocation or `entries_dtype`.
         UnsupportedModelError: The model is no hybrid of a known family.
         EstimatorMismatchError: The estimator is for another layout.
     """
@@ -58,8 +61,11 @@ class GateSightCache(CallFollower):
         allocation: str = "gate",
         block_size: int = 1,
         gate_exponent: float = 1.0,
+        entries_dtype: str | None = None,
     ) -> None:
-        options = CompactionOptions(kept_fraction, protected_prefix, allocation, block_size, gate_exponent)
+        options = CompactionOptions(
+            kept_fraction, protected_prefix, allocation, block_size, gate_exponent, entries_dtype=entries_dtype
+        )
         if not hasattr(model, "config") or not hasattr(model, "forward"):
             raise TypeError(f"model must be the hybrid model itself, got {type(model).__name__}.")
         spec = HybridSpec.from_config(model.config)
@@ -86,7 +92,7 @@ class GateSightCache(CallFollower):
         Args:
             estimator: Folder of an estimator.
             model: The model it was trained for.
-            options: `kept_fraction`, `protected_prefix`, `allocation`, `block_size`, `gate_exponent`.
+            options: `kept_fraction`, `protected_prefix`, `allocation`, `block_size`, `gate_exponent`, `entries_dtype`.
 
         Raises:
             FileNotFoundError, ValueError: See `Estimator.from_pretrained`.
@@ -119,12 +125,13 @@ class GateSightCache(CallFollower):
             del prefill
             begun = self._clock()
             for layer, chosen in zip(self.attention_layers, self._plan.layers, strict=True):
-                if layer.kept_keys is not None:
-                    continue
-                if chosen.indices is None:
-                    layer.keep_all(chosen.valid, self._plan.context)
-                else:
-                    layer.compact(chosen.indices, chosen.valid, self._plan.context)
+                if layer.kept_keys is None:
+                    if chosen.indices is None:
+                        layer.keep_all(chosen.valid, self._plan.context)
+                    else:
+                        layer.compact(chosen.indices, chosen.valid, self._plan.context)
+                if self.options.entries_dtype is not None:
+                    layer.quantise()
             for state in self.gdn_layers:
                 state.detach()
         self._seconds["compact"] = self._clock() - begun
@@ -193,7 +200,8 @@ class GateSightCache(CallFollower):
         Args:
             scorer: In place of the parent's; only for an uncompacted parent, whose own scorer has the same needs or
                 more (`scoring.Recorder` has a parent record for several).
-            options: `kept_fraction`, `protected_prefix`, `allocation`, `block_size`, `gate_exponent`, likewise.
+            options: `kept_fraction`, `protected_prefix`, `allocation`, `block_size`, `gate_exponent`, `entries_dtype`,
+                likewise.
 
         Raises:
             CacheStateError: Another scorer or other options for a compacted parent, or one that needs what was not
@@ -269,7 +277,7 @@ class GateSightCache(CallFollower):
         )
 
     def _kv_bytes(self) -> int:
-        names = ("kept_keys", "kept_values", "tail_keys", "tail_values")
+        names = ("kept_keys", "kept_values", "key_scales", "value_scales", "tail_keys", "tail_values")
         return storage_bytes(getattr(layer, name) for layer in self.attention_layers for name in names)
 
     def __repr__(self) -> str:

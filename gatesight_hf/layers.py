@@ -12,12 +12,17 @@ from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer,
 
 from gatesight_kernels import compact_rows
 
+from .quantised import dequantise, quantise
+
 
 class GateSightAttentionLayer(CacheLayerMixin):
     """KV entries of one attention layer.
 
     Attributes:
-        kept_keys, kept_values (`Tensor | None`): `[B, H, N, D]`, the compacted context; None before compaction.
+        kept_keys, kept_values (`Tensor | None`): `[B, H, N, D]`, the compacted context, int8 codes once quantised; None
+            before compaction.
+        key_scales, value_scales (`Tensor | None`): `[B, H, 1, D, 2]` and `[B, H, N, 1, 2]`, float32, scales and zero
+            points of quantised entries (`quantised.py`); None of others.
         kept_positions (`Tensor | None`): `[B, H, N]`, int32: the slot of the context each kept entry came from.
         kept_valid (`Tensor | None`): `[B, N]`, or `[B, H, N]` where heads keep different numbers, bool; None if every
             kept entry counts.
@@ -29,7 +34,8 @@ class GateSightAttentionLayer(CacheLayerMixin):
     is_croppable = False
     #: Tensors with the batch dimension first.
     batched: ClassVar[tuple[str, ...]] = (
-        "kept_keys", "kept_values", "kept_positions", "kept_valid", "tail_keys", "tail_values"
+        "kept_keys", "kept_values", "key_scales", "value_scales", "kept_positions", "kept_valid",
+        "tail_keys", "tail_values",
     )  # fmt: skip
     #: Whether the model reads a mask even where every query sees every entry.
     needs_mask: ClassVar[bool] = False
@@ -40,6 +46,8 @@ class GateSightAttentionLayer(CacheLayerMixin):
     def _clear(self) -> None:
         self.kept_keys: Tensor | None = None
         self.kept_values: Tensor | None = None
+        self.key_scales: Tensor | None = None
+        self.value_scales: Tensor | None = None
         self.kept_positions: Tensor | None = None
         self.kept_valid: Tensor | None = None
         self.tail_keys: Tensor | None = None
@@ -61,21 +69,24 @@ class GateSightAttentionLayer(CacheLayerMixin):
         assert self.tail_keys is not None and self.tail_values is not None
         self.tail_keys = torch.cat([self.tail_keys, key_states], dim=-2)
         self.tail_values = torch.cat([self.tail_values, value_states], dim=-2)
-        return self._joined(self.kept_keys, self.tail_keys), self._joined(self.kept_values, self.tail_values)
+        keys = self._joined(self.kept_keys, self.key_scales, self.tail_keys)
+        return keys, self._joined(self.kept_values, self.value_scales, self.tail_values)
 
     @staticmethod
-    def _joined(kept: Tensor | None, tail: Tensor) -> Tensor:
-        return tail if kept is None else torch.cat([kept, tail], dim=-2)
+    def _joined(kept: Tensor | None, scales: Tensor | None, tail: Tensor) -> Tensor:
+        if kept is None:
+            return tail
+        return torch.cat([kept if scales is None else dequantise(kept, scales, tail.dtype), tail], dim=-2)
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
         """All held keys `[B, H, N + t, D]`."""
-        return None if self.tail_keys is None else self._joined(self.kept_keys, self.tail_keys)
+        return None if self.tail_keys is None else self._joined(self.kept_keys, self.key_scales, self.tail_keys)
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
         """All held values `[B, H, N + t, D]`."""
-        return None if self.tail_values is None else self._joined(self.kept_values, self.tail_values)
+        return None if self.tail_values is None else self._joined(self.kept_values, self.value_scales, self.tail_values)
 
     @property
     def index_tensors(self) -> list[Tensor]:
@@ -166,6 +177,19 @@ class GateSightAttentionLayer(CacheLayerMixin):
         self.tail_keys, self.tail_values = late_keys, late_values
         self.evicted = context - keys.shape[-2]
 
+    def quantise(self) -> None:
+        """Hold the kept entries as 8-bit integers from now on. Entries that are not all finite stay as they are."""
+        if self.key_scales is not None:
+            return
+        quantised: dict[str, Tensor] = {}
+        for name, scales, dim in (("kept_keys", "key_scales", -2), ("kept_values", "value_scales", -1)):
+            entries = getattr(self, name)
+            if entries.numel():  # a layer may keep none, and latent attention holds no values
+                quantised[name], quantised[scales] = quantise(entries, dim, self.kept_valid)
+                if not quantised[scales].isfinite().all():
+                    return
+        vars(self).update(quantised)
+
     def snapshot(self) -> dict[str, Any]:
         """The layer's state by reference: free, since tensors are replaced and never written to."""
         return dict(vars(self))
@@ -231,7 +255,8 @@ class LatentAttentionLayer(GateSightAttentionLayer):
     """Entries of multi-head latent attention, which caches a latent and the rotary channels that its heads share.
 
     Both are one entry of one KV head: its key is `[rotary | latent]`, its value is the latent, a view of the key, so
-    that nothing is held or moved twice. `tail_values` and `kept_values` have no channels.
+    that nothing is held or moved twice. `tail_values` and `kept_values` have no channels. Quantised, a latent has one
+    scale per channel, as a key has.
     """
 
     def _clear(self) -> None:

@@ -57,6 +57,7 @@ class Session:
         kept_fraction: float = 0.1,
         protected_prefix: int = 0,
         allocation: str = "gate",
+        entries_dtype: str | None = None,
         prefill_chunk_size: int | None = None,
     ) -> "Session":
         """Prefill a document and compact its cache.
@@ -66,14 +67,14 @@ class Session:
             tokenizer: Its tokenizer.
             estimator: Folder of an estimator, or a scorer.
             text: The document.
-            kept_fraction, protected_prefix, allocation: See `GateSightCache`.
+            kept_fraction, protected_prefix, allocation, entries_dtype: See `GateSightCache`.
             prefill_chunk_size: Tokens per forward; None prefills in one.
 
         Raises:
             ValueError: The document has no tokens, or see `GateSightCache`.
         """
         scorer = estimator if isinstance(estimator, Scorer) else Estimator.from_pretrained(estimator)
-        cache = GateSightCache(scorer, model, kept_fraction, protected_prefix, allocation)
+        cache = GateSightCache(scorer, model, kept_fraction, protected_prefix, allocation, entries_dtype=entries_dtype)
         ids = tokenizer(text, return_tensors="pt").input_ids.to(model.device)
         if ids.shape[1] == 0:
             raise ValueError("The document has no tokens.")

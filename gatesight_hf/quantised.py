@@ -1,0 +1,59 @@
+"""Kept entries as 8-bit integers: keys by channel, values by token, as KIVI found best (arXiv 2402.02750).
+
+Keys have channels of large magnitude, which a scale of their own keeps away from the others; values have none. KIVI and
+the quantised caches of transformers keep the last tokens of a growing cache as they are, until enough have come for new
+scales; here a context is quantised once, when it is compacted, and everything after it stays in the model's dtype.
+
+An entry x is `code · scale + zero point`, with 255 steps between the least and the greatest x of its group, so that it
+is off by half a scale at most (and by the rounding to the model's dtype). Scales and zero points are float32: in
+bfloat16 they are off by up to 2⁻⁹ of themselves, which at a channel far from zero is more than that half.
+"""
+
+import torch
+from torch import Tensor
+
+#: Values of the option `entries_dtype`.
+ENTRIES_DTYPES = (None, "int8")
+LEAST, MOST = -128, 127
+
+
+def check_entries_dtype(entries_dtype: str | None) -> None:
+    """Raises ValueError unless kept entries can be held as that."""
+    if entries_dtype not in ENTRIES_DTYPES:
+        raise ValueError(f"entries_dtype is 'int8', or None for the model's dtype, got {entries_dtype!r}.")
+
+
+def quantise(entries: Tensor, dim: int, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Codes of some entries, and what turns them back.
+
+    Args:
+        entries: `[B, H, N, D]`, floating, at least one.
+        dim: Along which entries share a scale: -2 for one per channel, -1 for one per token.
+        valid: `[B, N]` or `[B, H, N]`, bool; others have no part in scales, and any finite code. None: all are.
+
+    Returns:
+        Codes `[B, H, N, D]`, int8; and scales and zero points, stacked last, `[B, H, 1, D, 2]` or `[B, H, N, 1, 2]`,
+        float32. These are not finite for a group that holds NaN or infinity, or whose range is beyond float32.
+    """
+    entries = entries.float()
+    if valid is None:
+        least, most = entries.amin(dim, keepdim=True), entries.amax(dim, keepdim=True)
+    else:
+        real = valid.view(len(valid), -1, valid.shape[-1], 1)
+        least = entries.masked_fill(~real, torch.inf).amin(dim, keepdim=True)
+        most = entries.masked_fill(~real, -torch.inf).amax(dim, keepdim=True)
+        # Groups without a real entry, such as those of a head that keeps none.
+        nothing = least > most
+        least, most = least.masked_fill(nothing, 0), most.masked_fill(nothing, 0)
+        entries = torch.where(real, entries, least)
+    scale = (most - least) / (MOST - LEAST)
+    zero = least - LEAST * scale
+    # A group of equal entries has scale 0, and its zero point is the entry itself.
+    codes = (entries - zero).div_(scale.masked_fill(scale == 0, 1)).round_().clamp_(LEAST, MOST).to(torch.int8)
+    return codes, torch.stack([scale, zero], dim=-1)
+
+
+def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Entries `[B, H, N, D]` of this dtype from what `quantise` gave."""
+    scale, zero = scales.unbind(-1)
+    return (codes * scale).add_(zero).to(dtype)

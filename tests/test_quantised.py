@@ -1,0 +1,354 @@
+"""Quantised entries: error bounds, an oracle that holds what the codes say, bytes, forks, batches, failures."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import DynamicCache
+
+from gatesight_hf import CacheStateError, GateSightCache
+from gatesight_hf.layers import GateSightAttentionLayer, LatentAttentionLayer
+from gatesight_hf.quantised import dequantise, quantise
+
+from .conftest import (
+    Oracle,
+    assert_same,
+    compacted,
+    evicted_of,
+    forward,
+    generate,
+    left_padded,
+    padded,
+    prefilled,
+    random_ids,
+    steps,
+    tiny_model,
+)
+
+pytestmark = pytest.mark.core
+
+CONTEXT = 43
+INT8: dict[str, Any] = {"entries_dtype": "int8"}
+
+
+# -- codes and scales --------------------------------------------------------------------------------------------------
+
+
+def entries_of(dtype: torch.dtype = torch.float32, tokens: int = 17) -> Tensor:
+    """`[2, 3, tokens, 8]`, with channels of large magnitude, far from zero, small and constant."""
+    entries = torch.randn(2, 3, tokens, 8, generator=torch.Generator().manual_seed(1))
+    entries *= torch.tensor([1, 1, 300, 1, 1e-3, 1, 0, 1])
+    return (entries + torch.tensor([0, 0, 0, 50, 0, -3, 7, 0])).to(dtype)
+
+
+@pytest.mark.parametrize("dim", [-2, -1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_errors_are_at_most_half_a_scale(dim, dtype):
+    entries = entries_of(dtype)
+    codes, scales = quantise(entries, dim, None)
+    assert (codes.dtype, scales.dtype) == (torch.int8, torch.float32)
+    assert scales.shape == ((2, 3, 1, 8, 2) if dim == -2 else (2, 3, 17, 1, 2))
+    exact = entries.double()
+    scale = (exact.amax(dim, keepdim=True) - exact.amin(dim, keepdim=True)) / 255
+    torch.testing.assert_close(scales[..., 0].double(), scale, rtol=1e-6, atol=1e-30)
+    rounding = 4 * torch.finfo(torch.float32).eps * exact.abs().amax(dim, keepdim=True)
+    assert ((dequantise(codes, scales, torch.float64) - exact).abs() <= scale / 2 + rounding).all()
+    rounding = rounding + torch.finfo(dtype).eps * exact.abs().amax(dim, keepdim=True)
+    assert ((dequantise(codes, scales, dtype).double() - exact).abs() <= scale / 2 + rounding).all()
+    # All 256 codes are there to be used, and the ends of every range with them.
+    spread = codes.masked_select((scale > 0).expand_as(codes))
+    assert (spread.min(), spread.max()) == (-128, 127)
+
+
+@pytest.mark.parametrize("dim", [-2, -1])
+def test_scales_in_bfloat16_would_not_keep_that_bound(dim):
+    entries = entries_of()
+    codes, scales = quantise(entries, dim, None)
+    error = (dequantise(codes, scales.bfloat16().float(), torch.float32) - entries).abs()
+    assert (error > scales[..., 0] / 2 + 1e-3 * scales[..., 0]).any()
+
+
+def test_an_outlier_spoils_neither_other_channels_of_keys_nor_other_tokens_of_values():
+    plain = entries_of()
+    for dim, place in ((-2, (..., 5)), (-1, (..., 5, slice(None)))):
+        outlier = plain.clone()
+        outlier[place] *= 1e4
+        (codes, scales), (others, other_scales) = quantise(plain, dim, None), quantise(outlier, dim, None)
+        same = torch.ones_like(codes, dtype=torch.bool)
+        same[place] = False
+        assert torch.equal(codes[same], others[same])
+        same = same.all(dim, keepdim=True)
+        assert torch.equal(scales[same], other_scales[same]) and not torch.equal(scales, other_scales)
+
+
+def test_constant_channels_and_single_entries_are_exact():
+    constant = entries_of()[..., 6:7]
+    for entries, dim in ((constant, -2), (constant, -1), (entries_of(tokens=1), -2)):
+        codes, scales = quantise(entries, dim, None)
+        assert not scales[..., 0].any()
+        assert torch.equal(dequantise(codes, scales, torch.float32), entries)
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("dim", [-2, -1])
+def test_entries_that_do_not_count_have_no_part_in_scales(dim, per_head):
+    counts = torch.tensor([[17, 4, 0], [5, 1, 16]])
+    counts = counts if per_head else counts[:, :1]
+    valid = torch.arange(17) >= 17 - counts[..., None]
+    real = valid[..., None].expand(2, 3, 17, 8)
+    entries = entries_of().masked_fill(~real, torch.nan)
+    codes, scales = quantise(entries, dim, valid if per_head else valid[:, 0])
+    assert scales.isfinite().all() and dequantise(codes, scales, torch.float32).isfinite().all()
+    for row in range(2):
+        for head in range(3):
+            held = entries[row, head, real[row, head, :, 0]][None, None]
+            if held.numel():
+                alone, own = quantise(held, dim, None)
+                assert torch.equal(codes[row, head, real[row, head, :, 0]], alone[0, 0])
+                mine = scales[row, head] if dim == -2 else scales[row, head, real[row, head, :, 0]]
+                assert torch.equal(mine, own[0, 0])
+
+
+# -- the oracle: a full cache with a mask, whose kept entries are what codes and scales say ------------------------------
+
+
+def explicit(codes: Tensor, scales: Tensor) -> Tensor:
+    return (codes.double() * scales[..., 0].double() + scales[..., 1].double()).float()
+
+
+def replaced(plain: Any, context: Tensor, cache: GateSightCache, row: int) -> DynamicCache:
+    """A full cache of one row's context, with the dequantised entries in place of those that were kept."""
+    held, length = DynamicCache(config=plain.config), context.shape[1]
+    forward(plain, context, held)
+    for i, layer in zip(cache.spec.attention_layers, cache.attention_layers, strict=True):
+        full, latent = held.layers[i], isinstance(layer, LatentAttentionLayer)
+        keys = explicit(layer.kept_keys[row], layer.key_scales[row])
+        values = keys[..., : layer.rotary] if latent else explicit(layer.kept_values[row], layer.value_scales[row])
+        keys = keys[..., layer.rotary :] if latent else keys
+        tokens = layer.kept_positions[row].long() - (layer.get_seq_length() - layer.tail_length - length)
+        valid = torch.ones_like(tokens, dtype=torch.bool)
+        if layer.kept_valid is not None:
+            valid &= layer.kept_valid[row]
+        for head in range(len(tokens)):
+            for new, old in ((keys, full.keys), (values, full.values)):
+                old[0, head, tokens[head, valid[head]]] = new[head, valid[head]]
+    return held
+
+
+def check(model: Any, plain: Any, cache: GateSightCache, context: Tensor, question: int) -> None:
+    """One row's logits of a question, and tokens and logits of an answer."""
+    new = random_ids(question, seed=9)
+    whole = torch.cat([context, new], 1)
+    found, (tokens, logits) = forward(model, new, cache.fork()), steps(model, whole, cache.fork())
+    with Oracle(plain, evicted_of(cache, 0, context.shape[1])):
+        assert_same(found, forward(plain, new, replaced(plain, context, cache, 0)))
+        expected = steps(plain, whole, replaced(plain, context, cache, 0))
+    assert torch.equal(tokens, expected[0])
+    assert_same(logits, expected[1])
+
+
+@pytest.mark.parametrize("allocation", ["gate", "global"])
+@pytest.mark.filterwarnings("ignore:.*has no output gates")
+def test_every_family_equals_the_oracle(any_model, any_plain, allocation):
+    context = random_ids(CONTEXT)
+    cache = compacted(any_model, context, kept_fraction=0.3, allocation=allocation, **INT8)
+    assert all(layer.kept_keys.dtype == torch.int8 for layer in cache.attention_layers)
+    check(any_model, any_plain, cache, context, question=6)
+    # So close that the tolerance could hide nothing, and so far that it would show whether codes are read at all.
+    other = compacted(any_model, context, kept_fraction=0.3, allocation=allocation)
+    new = random_ids(6, seed=9)
+    difference = (forward(any_model, new, cache.fork()) - forward(any_model, new, other)).abs().max()
+    assert 1e-4 < difference < 0.1
+
+
+@pytest.mark.parametrize("question", [1, 6])
+@pytest.mark.parametrize(("fraction", "allocation"), [(1.0, "gate"), (0.5, "flat"), (0.3, "score"), (0.01, "pyramid")])
+def test_fractions_and_allocations_equal_the_oracle(dense, plain, attention, fraction, allocation, question):
+    context = random_ids(CONTEXT)
+    cache = compacted(dense, context, [20, 20, 3], kept_fraction=fraction, allocation=allocation, **INT8)
+    check(dense, plain, cache, context, question)
+
+
+@pytest.mark.parametrize("allocation", ["gate", "global"])
+@pytest.mark.parametrize("fraction", [1.0, 0.3, 0.05])
+def test_ragged_rows_equal_the_oracle_row_by_row(dense, plain, attention, allocation, fraction):
+    rows = [random_ids(n, seed=n) for n in (CONTEXT, 17, 5)]
+    ids, mask = left_padded(rows)
+    cache = compacted(dense, ids, mask=mask, kept_fraction=fraction, allocation=allocation, **INT8)
+    new = random_ids(6, rows=3, seed=9)
+    logits = forward(dense, new, cache.fork(), **padded(torch.cat([mask, torch.ones_like(new)], 1), 6))
+    for r, row in enumerate(rows):
+        with Oracle(plain, evicted_of(cache, r, row.shape[1])):
+            assert_same(logits[r : r + 1], forward(plain, new[r : r + 1], replaced(plain, row, cache, r)))
+
+
+def test_beams_and_sequences_equal_the_oracle(dense, plain):
+    context = random_ids(CONTEXT)
+    cache = compacted(dense, context, kept_fraction=0.3, **INT8)
+    whole = torch.cat([context, random_ids(6, seed=9)], 1)
+    for options in ({"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 4}):
+        with Oracle(plain, evicted_of(cache, 0, CONTEXT)):
+            expected = generate(plain, whole, replaced(plain, context, cache, 0), **options)
+        assert torch.equal(generate(dense, whole, cache.fork(), **options), expected)
+
+
+def test_a_batch_follows_its_rows(dense):
+    rows = [random_ids(CONTEXT, seed=row) for row in range(3)]
+    cache, new = compacted(dense, torch.cat(rows), kept_fraction=0.3, **INT8), random_ids(6, seed=9)
+    alone = torch.cat([forward(dense, new, compacted(dense, row, kept_fraction=0.3, **INT8)) for row in rows])
+    order = torch.tensor([2, 0, 2])
+    for act, expected in (
+        (lambda child: child.batch_repeat_interleave(2), alone.repeat_interleave(2, 0)),
+        (lambda child: child.batch_select_indices(order), alone[order]),
+        (lambda child: child.reorder_cache(order), alone[order]),
+    ):
+        child = cache.fork()
+        act(child)
+        assert_same(forward(dense, new.expand(len(expected), -1), child), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_reads_entries_in_its_own_dtype(dtype):
+    model = tiny_model().to(dtype)
+    cache = compacted(model, random_ids(CONTEXT), kept_fraction=0.3, **INT8)
+    twin = compacted(model, random_ids(CONTEXT), kept_fraction=0.3)
+    for layer, other in zip(cache.attention_layers, twin.attention_layers, strict=True):
+        for name, scales in (("kept_keys", layer.key_scales), ("kept_values", layer.value_scales)):
+            values = getattr(layer, name).float() * scales[..., 0] + scales[..., 1]
+            assert values.dtype == torch.float32 and getattr(other, name).dtype == dtype
+            setattr(other, name, values.to(dtype))
+    new = random_ids(6, seed=9)
+    assert torch.equal(forward(model, new, cache), forward(model, new, twin))
+    assert all(layer.tail_keys.dtype == layer.keys.dtype == dtype for layer in cache.attention_layers)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fraction", [0.03, 0.3, 1.0])
+def test_bytes_are_those_of_codes_and_scales(dense, fraction):
+    cache = compacted(dense, random_ids(CONTEXT), [20, 20, 3], kept_fraction=fraction, **INT8)
+    report, heads, width = cache.report(), 2, 32
+    codes_and_scales = [heads * (2 * n * width + 8 * (n + width)) for n in report.kept_per_layer[0]]
+    assert report.kv_bytes == sum(codes_and_scales)
+    assert report.kv_bytes_before == 2 * CONTEXT * heads * 2 * width * 4
+    forward(dense, random_ids(5, seed=9), cache)
+    assert cache.report().kv_bytes == sum(codes_and_scales) + 2 * 5 * heads * 2 * width * 4
+
+
+def test_latents_are_counted_once():
+    cache = compacted(tiny_model("kimi_linear"), random_ids(CONTEXT), kept_fraction=0.3, **INT8)
+    report, width = cache.report(), 24 + 8
+    assert report.kv_bytes == sum(n * width + 8 * width for n in report.kept_per_layer[0])
+
+
+def test_the_memory_of_unquantised_entries_is_freed(dense, monkeypatch):
+    kept: list[StorageWeakRef] = []
+    original = GateSightAttentionLayer.quantise
+
+    def watched(self: Any) -> None:
+        assert all(ref.expired() for ref in kept), "before the next layer is compacted"
+        kept.extend(StorageWeakRef(t.untyped_storage()) for t in (self.kept_keys, self.kept_values))
+        original(self)
+
+    monkeypatch.setattr(GateSightAttentionLayer, "quantise", watched)
+    for fraction in (0.3, 1.0):
+        compacted(dense, random_ids(CONTEXT), kept_fraction=fraction, **INT8)
+        assert len(kept) == 4 and all(ref.expired() for ref in kept)
+        kept.clear()
+
+
+def test_children_share_codes_and_scales(dense):
+    cache = compacted(dense, random_ids(CONTEXT), kept_fraction=0.3, **INT8)
+    names = ("kept_keys", "kept_values", "key_scales", "value_scales")
+    before = [getattr(layer, name).clone() for layer in cache.attention_layers for name in names]
+    child = cache.fork().fork()
+    generate(dense, random_ids(6, seed=9), child)
+    for mine, theirs in zip(child.attention_layers, cache.attention_layers, strict=True):
+        assert all(getattr(mine, name).data_ptr() == getattr(theirs, name).data_ptr() for name in names)
+    after = [getattr(layer, name) for layer in cache.attention_layers for name in names]
+    assert all(map(torch.equal, before, after))
+
+
+# -- options and failures ----------------------------------------------------------------------------------------------
+
+
+def test_forks_choose_how_entries_are_held(dense):
+    """One prefill serves both; a compacted cache cannot change."""
+    parent, new = prefilled(dense, random_ids(CONTEXT), kept_fraction=0.3), random_ids(6, seed=9)
+    for options in (INT8, {}):
+        child = parent.fork(**options)
+        child.compact()
+        expected = compacted(dense, random_ids(CONTEXT), kept_fraction=0.3, **options)
+        assert child.report().kv_bytes == expected.report().kv_bytes
+        assert torch.equal(forward(dense, new, child.fork()), forward(dense, new, expected))
+        with pytest.raises(CacheStateError, match="cannot be compacted otherwise"):
+            child.fork(**INT8)
+
+
+@pytest.mark.parametrize("wrong", ["int4", "INT8", torch.int8, 8])
+def test_other_dtypes_are_refused(dense, wrong):
+    with pytest.raises(ValueError, match="entries_dtype is 'int8', or None"):
+        prefilled(dense, random_ids(CONTEXT), entries_dtype=wrong)
+    with pytest.raises(ValueError, match="entries_dtype is 'int8', or None"):
+        prefilled(dense, random_ids(CONTEXT)).fork(entries_dtype=wrong)
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", ["tail_keys", "tail_values"])
+def test_layers_with_entries_that_are_not_finite_stay_as_they_are(dense, wrong, name):
+    cache = prefilled(dense, random_ids(CONTEXT), kept_fraction=1.0, **INT8)
+    broken = cache.attention_layers[0]
+    entries = getattr(broken, name).clone()
+    entries[0, 1, 20, 3] = wrong
+    setattr(broken, name, entries)
+    cache.compact()
+    assert torch.equal(getattr(broken, name.replace("tail", "kept")), entries)
+    assert broken.key_scales is None and broken.value_scales is None
+    assert cache.attention_layers[1].kept_keys.dtype == torch.int8
+    before = 2 * 2 * CONTEXT * 32 * 4
+    assert cache.report().kv_bytes == before + 2 * (2 * CONTEXT * 32 + 8 * (CONTEXT + 32))
+
+
+@pytest.mark.parametrize("completed", [False, True])
+def test_a_failure_half_way_leaves_a_cache_that_answers_and_can_be_completed(dense, monkeypatch, completed):
+    """The second layer's entries are kept, but not quantised yet."""
+    cache, new = prefilled(dense, random_ids(CONTEXT), kept_fraction=0.3, **INT8), random_ids(6, seed=9)
+    original, calls = GateSightAttentionLayer.quantise, []
+
+    def flaky(self: Any) -> None:
+        calls.append(self)
+        if len(calls) == 2:
+            raise MemoryError
+        original(self)
+
+    monkeypatch.setattr(GateSightAttentionLayer, "quantise", flaky)
+    with pytest.raises(MemoryError):
+        cache.compact()
+    assert not cache.is_compacted
+    first, second = cache.attention_layers
+    assert (first.kept_keys.dtype, second.kept_keys.dtype) == (torch.int8, torch.float32)
+    whole = compacted(dense, random_ids(CONTEXT), kept_fraction=0.3, **INT8)
+    if completed:
+        report = cache.compact()
+        assert report.kv_bytes == whole.report().kv_bytes
+    else:
+        exact = compacted(dense, random_ids(CONTEXT), kept_fraction=0.3).attention_layers[1]
+        whole.layers[whole.spec.attention_layers[1]] = exact
+    assert torch.equal(forward(dense, new, cache.fork()), forward(dense, new, whole))
+
+
+def test_a_question_that_fails_can_be_repeated(dense):
+    cache, new = compacted(dense, random_ids(CONTEXT), kept_fraction=0.3, **INT8), random_ids(6, seed=9)
+
+    def fail(*args: Any) -> None:
+        raise MemoryError
+
+    handle = dense.model.layers[-2].mlp.register_forward_pre_hook(fail)
+    child = cache.fork()
+    with pytest.raises(MemoryError):
+        forward(dense, new.expand(3, -1), child)
+    handle.remove()
+    assert torch.equal(forward(dense, new, child), forward(dense, new, cache.fork()))
