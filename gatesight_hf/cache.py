@@ -43,8 +43,8 @@ class GateSightCache(CallFollower):
         block_size (`int`): Round each layer's entries up to whole blocks, as paged engines do.
         gate_exponent (`float`): Power of the mean output gate in `gate` shares.
         entries_dtype (`str | None`): `int8` holds kept entries as 8-bit integers, see `quantised.py`; later tokens stay
-            in the model's dtype, and so do a layer's entries if NaN or infinity is among them. In every forward each
-            layer turns its kept entries back, by way of float32, for as long as it runs. None: the model's dtype.
+            in the model's dtype, and so do a layer's entries if NaN or infinity is among them. Every forward turns them
+            back, one layer after another, each for as long as it runs. None: the model's dtype.
 
     Raises:
         ValueError: Kept fraction outside (0, 1], negative prefix, unknown allocation or `entries_dtype`.

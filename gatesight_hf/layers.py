@@ -74,9 +74,13 @@ class GateSightAttentionLayer(CacheLayerMixin):
 
     @staticmethod
     def _joined(kept: Tensor | None, scales: Tensor | None, tail: Tensor) -> Tensor:
-        if kept is None:
-            return tail
-        return torch.cat([kept if scales is None else dequantise(kept, scales, tail.dtype), tail], dim=-2)
+        if kept is None or scales is None:
+            return tail if kept is None else torch.cat([kept, tail], dim=-2)
+        count = kept.shape[-2]
+        joined = tail.new_empty((*kept.shape[:2], count + tail.shape[-2], kept.shape[-1]))
+        dequantise(kept, scales, out=joined[:, :, :count])
+        joined[:, :, count:] = tail
+        return joined
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]

@@ -53,7 +53,11 @@ def quantise(entries: Tensor, dim: int, valid: Tensor | None) -> tuple[Tensor, T
     return codes, torch.stack([scale, zero], dim=-1)
 
 
-def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Entries `[B, H, N, D]` of this dtype from what `quantise` gave."""
-    scale, zero = scales.unbind(-1)
-    return (codes * scale).add_(zero).to(dtype)
+def dequantise(codes: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Write the entries that `quantise` gave codes and scales of into `out` `[B, H, N, D]`, of any floating dtype.
+
+    It goes head by head, so that float32 copies, two on CPUs, are of one head only.
+    """
+    for head in range(codes.shape[1]):
+        scale, zero = scales[:, head].unbind(-1)
+        out[:, head] = (codes[:, head] * scale).add_(zero)

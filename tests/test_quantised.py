@@ -36,6 +36,12 @@ INT8: dict[str, Any] = {"entries_dtype": "int8"}
 # -- codes and scales --------------------------------------------------------------------------------------------------
 
 
+def read(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    out = torch.empty(codes.shape, dtype=dtype)
+    dequantise(codes, scales, out)
+    return out
+
+
 def entries_of(dtype: torch.dtype = torch.float32, tokens: int = 17) -> Tensor:
     """`[2, 3, tokens, 8]`, with channels of large magnitude, far from zero, small and constant."""
     entries = torch.randn(2, 3, tokens, 8, generator=torch.Generator().manual_seed(1))
@@ -54,9 +60,9 @@ def test_errors_are_at_most_half_a_scale(dim, dtype):
     scale = (exact.amax(dim, keepdim=True) - exact.amin(dim, keepdim=True)) / 255
     torch.testing.assert_close(scales[..., 0].double(), scale, rtol=1e-6, atol=1e-30)
     rounding = 4 * torch.finfo(torch.float32).eps * exact.abs().amax(dim, keepdim=True)
-    assert ((dequantise(codes, scales, torch.float64) - exact).abs() <= scale / 2 + rounding).all()
+    assert ((read(codes, scales, torch.float64) - exact).abs() <= scale / 2 + rounding).all()
     rounding = rounding + torch.finfo(dtype).eps * exact.abs().amax(dim, keepdim=True)
-    assert ((dequantise(codes, scales, dtype).double() - exact).abs() <= scale / 2 + rounding).all()
+    assert ((read(codes, scales, dtype).double() - exact).abs() <= scale / 2 + rounding).all()
     # All 256 codes are there to be used, and the ends of every range with them.
     spread = codes.masked_select((scale > 0).expand_as(codes))
     assert (spread.min(), spread.max()) == (-128, 127)
@@ -66,7 +72,7 @@ def test_errors_are_at_most_half_a_scale(dim, dtype):
 def test_scales_in_bfloat16_would_not_keep_that_bound(dim):
     entries = entries_of()
     codes, scales = quantise(entries, dim, None)
-    error = (dequantise(codes, scales.bfloat16().float(), torch.float32) - entries).abs()
+    error = (read(codes, scales.bfloat16().float()) - entries).abs()
     assert (error > scales[..., 0] / 2 + 1e-3 * scales[..., 0]).any()
 
 
@@ -88,7 +94,7 @@ def test_constant_channels_and_single_entries_are_exact():
     for entries, dim in ((constant, -2), (constant, -1), (entries_of(tokens=1), -2)):
         codes, scales = quantise(entries, dim, None)
         assert not scales[..., 0].any()
-        assert torch.equal(dequantise(codes, scales, torch.float32), entries)
+        assert torch.equal(read(codes, scales), entries)
 
 
 @pytest.mark.parametrize("per_head", [False, True])
@@ -100,7 +106,7 @@ def test_entries_that_do_not_count_have_no_part_in_scales(dim, per_head):
     real = valid[..., None].expand(2, 3, 17, 8)
     entries = entries_of().masked_fill(~real, torch.nan)
     codes, scales = quantise(entries, dim, valid if per_head else valid[:, 0])
-    assert scales.isfinite().all() and dequantise(codes, scales, torch.float32).isfinite().all()
+    assert scales.isfinite().all() and read(codes, scales).isfinite().all()
     for row in range(2):
         for head in range(3):
             held = entries[row, head, real[row, head, :, 0]][None, None]
