@@ -315,7 +315,7 @@ ERRORS = {
     "--suite scbench --method random --max-turns 0": "max_turns is a number of questions",
     "--suite scbench-kvzip --method random": "needs --tasks",
     "--model ./nowhere --suite toy": "--model ./nowhere: no such folder",
-    f"{TOY} --model reference --method random --dtype nn": "--dtype nn: no data type of torch",
+    f"{TOY} --method random --dtype nn": "--dtype nn: no data type of torch",
     f"{TOY} --method random --whole-blocks": "are for --backend vllm",
     f"{TOY} --backend vllm": "use an environment for it alone, as `make vllm` does",
 }
