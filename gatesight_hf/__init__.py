@@ -1,7 +1,13 @@
 """GateSight for Transformers: keep a fraction of a hybrid model's KV cache, chosen by its own GDN gates."""
 
 from .cache import GateSightCache
-from .errors import CacheStateError, EstimatorMismatchError, UnsupportedModelError
+from .errors import (
+    CacheStateError,
+    EstimatorMismatchError,
+    SessionFileError,
+    SessionMismatchError,
+    UnsupportedModelError,
+)
 from .estimator import Estimator, EstimatorConfig
 from .report import CacheReport
 from .scoring import Prefill, Scorer
@@ -19,5 +25,7 @@ __all__ = [
     "Prefill",
     "Scorer",
     "Session",
+    "SessionFileError",
+    "SessionMismatchError",
     "UnsupportedModelError",
 ]

@@ -1,25 +1,31 @@
 """GateSightCache: the life of one context. Prefill, compaction, forks, serving."""
 
 import warnings
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._compat import cache_argument
 from .attention import rotary_tables
 from .calls import CallFollower
 from .compaction import CompactionOptions, plan_compaction
 from .errors import CacheStateError
 from .estimator import Estimator
 from .families import adapter_for
+from .growing import carry_out, check_can_grow, plan_growing
 from .hybrid import HybridSpec, find_modules
-from .layers import GDNStateLayer, SlidingAttentionLayer
+from .identity import Identity, ModelReference
+from .layers import Extent, GDNStateLayer, SlidingAttentionLayer
+from .recording import Recording
 from .report import CacheReport, storage_bytes
 from .scoring import Prefill, Recorder, Scorer, Scores, checked_scores
 from .signals import attach
 from .sparse import SparseAttentionLayer
+from .storage import AbsentScorer, CacheFile, SavedCache, save_cache
 
 
 class GateSightCache(CallFollower):
@@ -42,12 +48,19 @@ class GateSightCache(CallFollower):
             layers are filled up to their fullest head, so that less memory is freed than entries are evicted.
         block_size (`int`): Round each layer's entries up to whole blocks, as paged engines do.
         gate_exponent (`float`): Power of the mean output gate in `gate` shares.
+        growing (`bool`): Whether tokens after a compaction are recorded, so that `compact()` can be called again; see
+            the module `growing` for what it keeps. It holds signals of new tokens, and 4 bytes per kept entry and head.
+        recompact_every (`int | None`): Compact a growing cache again at the end of a forward after which this many
+            tokens or more have come since the last compaction; a question is evicted like any text, so let it be more
+            than a question with its answer. A number implies `growing`. The first compaction is not by itself: it is
+            that of `generate`, or a call of `compact()`.
         entries_dtype (`str | None`): `int8` holds kept entries as 8-bit integers, see `quantised.py`; later tokens stay
             in the model's dtype, and so do a layer's entries if NaN or infinity is among them. Every forward turns them
             back, one layer after another, each for as long as it runs. None: the model's dtype.
 
     Raises:
-        ValueError: Kept fraction outside (0, 1], negative prefix, unknown allocation or `entries_dtype`.
+        ValueError: Kept fraction outside (0, 1], negative prefix, unknown allocation or dtype of entries, or a scorer
+            that rates a context only as a whole for a cache that grows.
         UnsupportedModelError: The model is no hybrid of a known family.
         EstimatorMismatchError: The estimator is for another layout.
     """
@@ -61,15 +74,26 @@ class GateSightCache(CallFollower):
         allocation: str = "gate",
         block_size: int = 1,
         gate_exponent: float = 1.0,
+        growing: bool = False,
+        recompact_every: int | None = None,
         entries_dtype: str | None = None,
     ) -> None:
         options = CompactionOptions(
-            kept_fraction, protected_prefix, allocation, block_size, gate_exponent, entries_dtype=entries_dtype
+            kept_fraction,
+            protected_prefix,
+            allocation,
+            block_size,
+            gate_exponent,
+            growing,
+            recompact_every,
+            entries_dtype,
         )
         if not hasattr(model, "config") or not hasattr(model, "forward"):
             raise TypeError(f"model must be the hybrid model itself, got {type(model).__name__}.")
         spec = HybridSpec.from_config(model.config)
         _check_scorer(scorer, spec)
+        if options.grows:
+            check_can_grow(scorer, spec)
         attach(model)
 
         adapter, modules = adapter_for(spec), find_modules(model, spec)
@@ -82,23 +106,38 @@ class GateSightCache(CallFollower):
         self.spec = spec
         self.scorer = scorer
         self.options = _possible(options, spec)
+        self._model = ModelReference(model)
         self._rotary = rotary_tables(adapter.rotary_embedding(modules.decoder))
         self._clear()
 
     @classmethod
-    def from_pretrained(cls, estimator: str | Path, *, model: Any, **options: Any) -> "GateSightCache":
+    def from_pretrained(
+        cls,
+        estimator: str | Path,
+        *,
+        model: Any,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        **options: Any,
+    ) -> "GateSightCache":
         """Load an estimator and make a cache with it.
 
         Args:
-            estimator: Folder of an estimator.
+            estimator: Folder of an estimator, or its repo on the Hub.
             model: The model it was trained for.
-            options: `kept_fraction`, `protected_prefix`, `allocation`, `block_size`, `gate_exponent`, `entries_dtype`.
+            revision, token, cache_dir, local_files_only: See `Estimator.from_pretrained`.
+            options: Those of `GateSightCache`.
 
         Raises:
-            FileNotFoundError, ValueError: See `Estimator.from_pretrained`.
+            OSError, ValueError: See `Estimator.from_pretrained`.
             UnsupportedModelError, EstimatorMismatchError: See `GateSightCache`.
         """
-        return cls(Estimator.from_pretrained(estimator), model, **options)
+        scorer = Estimator.from_pretrained(
+            estimator, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
+        )
+        return cls(scorer, model, **options)
 
     # -- compaction ----------------------------------------------------------------------------------------------------
 
@@ -107,15 +146,17 @@ class GateSightCache(CallFollower):
 
         Nothing changes if scoring or selection fails. Layers are then compacted one after another, each at once or not
         at all; if one fails, the cache stays usable, and a second call goes on with the rest. Tokens that came in
-        between stay too.
+        between stay too. A growing cache is compacted as a whole or not at all, and again whenever this is called.
 
         Raises:
-            CacheStateError: Nothing was prefilled, or the cache is compacted already.
+            CacheStateError: Nothing was prefilled, or a cache that does not grow is compacted already.
             ValueError: The scorer gave NaN, or a model without output gates with `allocation="gate"`.
         """
         begun = self._clock()
         prefill = self.prefill()
         assert self._recording is not None
+        if self.options.grows:
+            return self._compact_growing(prefill, self._recording, begun)
         with torch.no_grad():
             if self._plan is None:
                 means = self._recording.gate_means
@@ -140,8 +181,25 @@ class GateSightCache(CallFollower):
         self._forget_positions()
         return self.report()
 
+    def _compact_growing(self, prefill: Prefill, recording: Recording, begun: float) -> CacheReport:
+        if self.attention_layers[0].tail_length == 0:
+            return self.report()
+        layers = self.attention_layers
+        with torch.no_grad():
+            plan, scores = plan_growing(
+                prefill, layers, self.scorer, recording.gate_means, self.options, self._kv_bytes()
+            )
+            scored = self._clock()
+            carry_out(plan, layers, scores, quantised=self.options.entries_dtype is not None)
+            for state in self.gdn_layers:
+                state.detach()
+        self._plan, self._recording = plan.carried_out(), recording.after_compaction()
+        self._seconds["score"] += scored - begun
+        self._seconds["compact"] += self._clock() - scored
+        return self.report()
+
     def prefill(self) -> Prefill:
-        """What has been recorded of the context, as scorers see it.
+        """What was recorded of the context, or since the compaction of a growing cache, as scorers see it.
 
         Raises:
             CacheStateError: Nothing was prefilled, or the cache is compacted and the record gone.
@@ -149,28 +207,29 @@ class GateSightCache(CallFollower):
         if self._recording is None:
             raise CacheStateError(
                 "This cache is compacted already; the entries that were evicted are gone. Use fork() to ask several "
-                "questions, or reset() to prefill another context."
+                "questions, or reset() to prefill another context; one made with growing=True or recompact_every=N can "
+                "be compacted again."
             )
         self._recover()
         if self.get_seq_length() == 0:
             raise CacheStateError("Nothing to compact: run the model on the context with this cache first.")
-        lengths, ahead = self._lengths(), [] if self._rope_deltas is None else self._rope_deltas.tolist()
-        following = [n + d for n, d in zip(lengths, ahead, strict=True)] if ahead else lengths
-        keys = [layer.keys for layer in self.attention_layers]
-        values = [layer.values for layer in self.attention_layers]
+        tails = [layer.tail() for layer in self.attention_layers]
+        lengths, new = self._lengths(), self.attention_layers[0].tail_length
+        deltas = None if self._rope_deltas is None else self._rope_deltas.tolist()
         return Prefill(
             spec=self.spec,
-            lengths=lengths,
-            next_positions=following,
+            lengths=[min(length, new) for length in lengths],
+            next_positions=None if deltas is None else [n + d for n, d in zip(lengths, deltas, strict=True)],
             signals=self._recording.signals,
-            keys=keys,  # type: ignore[arg-type]
-            values=values,  # type: ignore[arg-type]
+            keys=[keys for keys, _ in tails],
+            values=[values for _, values in tails],
             queries=self._recording.queries,
             query_moments=self._recording.query_moments,
             hidden=self._recording.hidden,
             rotary=self._rotary,
-            ids=None if self._pictures else self._ids,
-            fork=lambda: self.fork(scorer=Recorder(), allocation="flat"),
+            ids=None if self._pictures or self._ids is None else self._ids[:, self._ids.shape[1] - new :],
+            fork=None if self.is_compacted else lambda: self.fork(scorer=Recorder(), allocation="flat"),
+            before=[length - new for length in lengths] if self.is_compacted else [],
         )
 
     def score(self, scorer: Scorer | None = None) -> Scores:
@@ -185,6 +244,8 @@ class GateSightCache(CallFollower):
         """
         prefill = self.prefill()
         self._check_not_begun()
+        if self.is_compacted:
+            raise CacheStateError("This cache is compacted already: score the context before, for forks of it.")
         if scorer is not None:
             self._check_recorded(scorer)
         return Scores(checked_scores(scorer or self.scorer, prefill))
@@ -200,22 +261,23 @@ class GateSightCache(CallFollower):
         Args:
             scorer: In place of the parent's; only for an uncompacted parent, whose own scorer has the same needs or
                 more (`scoring.Recorder` has a parent record for several).
-            options: `kept_fraction`, `protected_prefix`, `allocation`, `block_size`, `gate_exponent`, `entries_dtype`,
-                likewise.
+            options: Those of `GateSightCache`, likewise. A child of a growing cache grows by itself.
 
         Raises:
             CacheStateError: Another scorer or other options for a compacted parent, or one that needs what was not
                 recorded.
         """
         self._recover()
-        if self._recording is None and (scorer is not None or options):
+        if self.is_compacted and (scorer is not None or options):
             raise CacheStateError("A compacted cache cannot be compacted otherwise: fork it without options.")
         if scorer is not None or options:
             self._check_not_begun()
         if scorer is not None:
             self._check_recorded(scorer)
         wanted = _possible(replace(self.options, **options), self.spec)
-        recorded = self._recording is not None and self.get_seq_length() > 0
+        if wanted.grows:
+            check_can_grow(scorer or self.scorer, self.spec)
+        recorded = not self.is_compacted and self.get_seq_length() > 0
         if recorded and wanted.allocation == "gate" != self.options.allocation and not self.report().gate_means:
             raise CacheStateError(
                 f"allocation='gate' needs output gates, which a cache with allocation={self.options.allocation!r} does "
@@ -235,7 +297,7 @@ class GateSightCache(CallFollower):
 
     def _check_not_begun(self) -> None:
         """Raise an error if a compaction was decided and failed half-way: some entries may be gone already."""
-        if self._plan is not None and self._recording is not None:
+        if self._plan is not None and not self.is_compacted:
             raise CacheStateError("A compaction of this cache failed half-way: call compact() again to complete it.")
 
     def _check_recorded(self, scorer: Scorer) -> None:
@@ -253,11 +315,91 @@ class GateSightCache(CallFollower):
         super().reset()
         self._clear()
 
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path, *, tokenizer: Any = None) -> None:
+        """Write the compacted cache into one file, from which `load` goes on in any process.
+
+        The file (`gatesight_hf.storage`) holds all entries, those shared with a parent too, GDN states, the ids of all
+        tokens seen, options, report, and which model, scorer and tokenizer they belong to. It is written beside `path`
+        and then takes its place, so that a failure leaves an old file as it was.
+
+        Args:
+            path: The file.
+            tokenizer: Noted, so that `load` can compare.
+
+        Raises:
+            CacheStateError: The cache is not compacted, it grows, or its model is gone.
+            OSError: The file cannot be written.
+            ValueError: A state holds NaN or infinite values.
+        """
+        self._recover()
+        if not self.is_compacted or self._plan is None:
+            raise CacheStateError("Only a compacted cache can be saved: prefill a context and call compact() first.")
+        if self.options.grows:
+            raise CacheStateError(
+                "A growing cache cannot be saved: its scores and its record of new tokens have no place in the file. "
+                "Save one made without growing and recompact_every."
+            )
+        if self._rope_deltas is not None:
+            raise CacheStateError(
+                "A cache of a multimodal model cannot be saved: files hold no positions on three axes."
+            )
+        layers = _held_by_files(self._all_layers)
+        model = self._model()
+        if model is None:
+            raise CacheStateError("The cache's model is gone, and cannot be noted in the file: save while it is there.")
+        context = self._plan.context
+        saved = SavedCache(
+            identity=Identity.of(model, tokenizer, self.scorer),
+            options=self.options,
+            extent=Extent(self.batch_size, context, self.get_seq_length() - context),
+            plan=self._plan,
+            seconds=self._seconds,
+            ids=self._ids,
+            padding=self._padding,
+        )
+        save_cache(path, saved, layers)
+
+    @classmethod
+    def load(
+        cls, path: str | Path, model: Any, *, tokenizer: Any = None, scorer: Scorer | None = None
+    ) -> "GateSightCache":
+        """Read a compacted cache that `save` wrote; it answers as the one that was saved.
+
+        The file may come from anyone: its sizes are checked before memory is taken, and its values before they are
+        used. The model runs on one token, whose cache says what the file's tensors must be and where they go.
+
+        Args:
+            path: The file.
+            model: The model it was saved with: same layout, dtype and weights (of which a sample is compared).
+            tokenizer: Compared with the one noted in the file; None is not compared.
+            scorer: Likewise. Only needed to prefill another context after `reset()`.
+
+        Raises:
+            FileNotFoundError: No such file.
+            SessionFileError: The file is not a saved cache, damaged, or of another version.
+            SessionMismatchError: It belongs to another model, tokenizer or scorer.
+            UnsupportedModelError, EstimatorMismatchError: See `GateSightCache`.
+        """
+        with CacheFile(path) as file:
+            file.check(Identity.of(model, tokenizer, scorer))
+            cache = cls(scorer or AbsentScorer(file.saved.identity.scorer), model, **asdict(file.saved.options))
+            layers = _held_by_files(cache._all_layers)
+            with torch.no_grad():
+                token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+                model(token, **{cache_argument(model): cache}, use_cache=True)
+            saved = file.load_layers(layers, token.device)
+        cache._recording, cache._plan, cache._seconds = None, saved.plan, saved.seconds
+        cache._ids, cache._padding = saved.ids, saved.padding
+        return cache
+
     # -- reports -------------------------------------------------------------------------------------------------------
 
     def report(self) -> CacheReport:
         """Lengths, bytes and seconds as they are now."""
         plan, recording = self._plan, self._recording
+        recorded = [] if recording is None else recording.tensors
         means = [] if plan is None else plan.gate_means
         if recording is not None and self.get_seq_length():
             means = recording.gate_means
@@ -272,7 +414,7 @@ class GateSightCache(CallFollower):
             kv_bytes=self._kv_bytes(),
             index_bytes=storage_bytes(t for layer in self.attention_layers for t in layer.index_tensors),
             gdn_bytes=sum(layer.nbytes for layer in self.gdn_layers),
-            signal_bytes=0 if recording is None else storage_bytes(recording.tensors),
+            signal_bytes=storage_bytes([*recorded, *(layer.kept_scores for layer in self.attention_layers)]),
             seconds=dict(self._seconds),
         )
 
@@ -347,6 +489,13 @@ def _check_scorer(scorer: Scorer, spec: HybridSpec) -> None:
         given = f"the class {scorer.__name__}" if isinstance(scorer, type) else type(scorer).__name__
         raise TypeError(
             f"scorer must be an Estimator or a scorer such as methods.RandomScorer(), got {given};"
-            " to load an estimator from a folder use Estimator.from_pretrained(folder)."
+            " to load an estimator use Estimator.from_pretrained(folder_or_repo)."
         )
     scorer.check(spec)
+
+
+def _held_by_files(layers: Sequence[Any]) -> list[Any]:
+    """The layers; raises CacheStateError if there is one that files of caches have no place for."""
+    if without := sorted({type(layer).__name__ for layer in layers if layer.kind is None}):
+        raise CacheStateError(f"Caches with {', '.join(without)} cannot be saved: files hold no such layers.")
+    return list(layers)

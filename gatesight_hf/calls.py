@@ -35,7 +35,7 @@ class CallFollower(IndexedCache, Cache, SignalSink):
     options: CompactionOptions
 
     def _clear(self) -> None:
-        #: What is gathered of the context; None once it is compacted.
+        #: What is gathered of the context; None once it is compacted, or, of a growing cache, of what came since.
         self._recording: Recording | None = Recording(self.spec, self.scorer.needs)
         self._plan: Plan | None = None
         #: Ids of all tokens seen `[B, tokens]`; None once embeddings were given.
@@ -79,7 +79,7 @@ class CallFollower(IndexedCache, Cache, SignalSink):
 
     @property
     def is_compacted(self) -> bool:
-        return self._recording is None
+        return self._plan is not None and not self._plan.layers
 
     @property
     def batch_size(self) -> int:
@@ -152,8 +152,8 @@ class CallFollower(IndexedCache, Cache, SignalSink):
 
     @property
     def _in_context(self) -> bool:
-        """Whether coming tokens belong to the context: until a compaction is decided, though it may not be done yet."""
-        return self._recording is not None and self._plan is None
+        """Whether coming tokens are recorded: not between a compaction that is decided and its end."""
+        return self._recording is not None and (self._plan is None or self.is_compacted)
 
     def begin_forward(self, model_inputs: dict[str, Any]) -> dict[str, Any]:
         self._recover()
@@ -188,7 +188,7 @@ class CallFollower(IndexedCache, Cache, SignalSink):
             self._ids = None
         else:
             self._ids = torch.cat([self._ids.to(ids.device).expand(rows, -1), ids], dim=1)
-        self._begun = self._clock() if self._in_context else 0.0
+        self._begun = self._clock() if self._plan is None else 0.0
         self._late_pads = None
         if padding is None:
             return model_inputs
@@ -231,13 +231,22 @@ class CallFollower(IndexedCache, Cache, SignalSink):
         if not completed:
             self._recover()
             return
-        self._before = None
+        before, self._before = self._before, None
         self._forget_positions()
-        if self._in_context:
+        if self._plan is None:
             self._seconds["prefill"] += self._clock() - self._begun
+        every, new = self.options.recompact_every, self.attention_layers[0].tail_length
+        if every is None or new < every or not self.is_compacted:
+            return
+        try:
+            self.compact()
+        except BaseException:
+            self._before = before
+            self._recover()
+            raise
 
     def end_prefill(self) -> None:
-        if self._recording is not None:
+        if not self.is_compacted:
             self.compact()
 
     def _recover(self) -> None:

@@ -28,10 +28,34 @@ def _demo(args: argparse.Namespace) -> None:
     print(json.dumps(result, indent=2) if args.json else format_demo(result))
 
 
-def _add_train(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    verb = verbs.add_parser("train", help="train an estimator for a model, on documents")
+def _add_ask(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    verb = verbs.add_parser("ask", help="ask questions to a document, or to a session saved of one")
+    verb.add_argument("--model", default="reference", help="'reference' (bundled), or a folder or Hub id")
+    verb.add_argument("--estimator", help="folder or Hub repo (default for the reference model: its own)")
+    source = verb.add_mutually_exclusive_group(required=True)
+    source.add_argument("--document", type=Path, help="text file to prefill")
+    source.add_argument("--session", type=Path, help="file that --save wrote: nothing is prefilled")
+    verb.add_argument("--question", action="append", default=[], help="text after the document; may be repeated")
+    verb.add_argument("--save", type=Path, help="file to keep the session in")
+    verb.add_argument("--kept-fraction", type=float, help="share of KV entries that stays, in (0, 1] (default: 0.1)")
+    verb.add_argument("--protected-prefix", type=int, help="first tokens that always stay (default: 0)")
+    verb.add_argument("--allocation", help="how layers share the budget (default: gate)")
+    verb.add_argument("--prefill-chunk-size", type=int, help="tokens per forward (default: all)")
+    verb.add_argument("--max-new-tokens", type=int, default=64, help="of an answer")
+    verb.add_argument("--json", action="store_true", help="print JSON")
+    verb.set_defaults(run=_ask)
+
+
+def _ask(args: argparse.Namespace) -> None:
+    from .ask import ask_from_arguments, format_answers
+
+    result = ask_from_arguments(args)
+    print(json.dumps(result, indent=2) if args.json else format_answers(result))
+
+
+def _add_collection(verb: argparse.ArgumentParser) -> None:
+    """Options of what collects documents and fits on them."""
     verb.add_argument("--model", required=True, help="'reference' (bundled), or a folder or Hub id of a hybrid model")
-    verb.add_argument("--out", type=Path, required=True, help="folder of the estimator, ready for the Hub")
     verb.add_argument(
         "--documents",
         type=Path,
@@ -54,13 +78,19 @@ def _add_train(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     verb.add_argument("--epochs", type=int, default=30)
     verb.add_argument("--window", type=int, default=6, help="nearest GDN layers below an attention layer that are read")
     verb.add_argument("--hidden-size", type=int, default=64)
+    verb.add_argument("--seed", type=int, default=0)
+    verb.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_train(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    verb = verbs.add_parser("train", help="train an estimator for a model, on documents")
+    _add_collection(verb)
+    verb.add_argument("--out", type=Path, required=True, help="folder of the estimator, ready for the Hub")
     verb.add_argument(
         "--hidden-states",
         action="store_true",
         help="also fit the same MLPs on hidden states, for comparison (KVzap's inputs), into OUT/hidden_states",
     )
-    verb.add_argument("--seed", type=int, default=0)
-    verb.add_argument("--json", action="store_true", help="print JSON")
     verb.set_defaults(run=_train)
 
 
@@ -69,6 +99,24 @@ def _train(args: argparse.Namespace) -> None:
 
     metrics = train_from_arguments(args)
     print(json.dumps(metrics, indent=2) if args.json else format_metrics(metrics))
+
+
+def _add_analyze(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    verb = verbs.add_parser("analyze", help="why GDN signals tell what will matter, on a model and documents")
+    _add_collection(verb)
+    verb.add_argument("--out", type=Path, required=True, help="OUT.json, OUT.md and OUT-*.png")
+    verb.add_argument("--estimator", help="folder of a trained one to measure too (reference model: the bundled one)")
+    verb.add_argument("--longer-documents", type=int, default=8, help="to see what scores do on longer ones; may be 0")
+    verb.add_argument("--longer-length", type=int, help="their tokens (default: twice --length)")
+    verb.set_defaults(run=_analyze)
+
+
+def _analyze(args: argparse.Namespace) -> None:
+    from gatesight_eval.analyze import analyze_from_arguments
+    from gatesight_eval.observation_tables import markdown
+
+    found = analyze_from_arguments(args)
+    print(json.dumps(found, indent=2) if args.json else markdown(found, args.out.name))
 
 
 def _add_serve(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -99,6 +147,49 @@ def _serve(args: argparse.Namespace) -> None:
         os.execv(command[0], command)
 
 
+def _add_inspect(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    verb = verbs.add_parser("inspect", help="what an estimator's folder or Hub repo holds")
+    verb.add_argument("source", metavar="REPO_OR_FOLDER", help="a folder, or a repo as owner/name")
+    verb.add_argument("--revision", help="branch, tag or commit of the repo")
+    verb.add_argument("--json", action="store_true", help="print JSON")
+    verb.set_defaults(run=_inspect)
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    from .publishing import format_inspection, inspect
+
+    found = inspect(args.source, revision=args.revision)
+    print(json.dumps(found, indent=2) if args.json else format_inspection(found))
+
+
+def _add_push(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    verb = verbs.add_parser("push", help="check an estimator's folder and send it to the Hub, in one commit")
+    verb.add_argument("folder", type=Path, metavar="FOLDER", help="as `gatesight train` writes it")
+    verb.add_argument("repo", metavar="REPO", help="owner/name; made if need be")
+    verb.add_argument("--dry-run", action="store_true", help="check all and list what would be sent, without a network")
+    verb.add_argument("--also", action="append", default=[], metavar="FILE", help="another file to send; repeatable")
+    verb.add_argument("--private", action="store_true", default=None, help="of a repo that is made")
+    verb.add_argument("--revision", help="branch, made if need be (default: main)")
+    verb.add_argument("--message", help="of the commit")
+    verb.add_argument("--json", action="store_true", help="print JSON")
+    verb.set_defaults(run=_push)
+
+
+def _push(args: argparse.Namespace) -> None:
+    from .publishing import format_push, push_folder
+
+    result = push_folder(
+        args.folder,
+        args.repo,
+        also=args.also,
+        dry_run=args.dry_run,
+        private=args.private,
+        revision=args.revision,
+        commit_message=args.message,
+    )
+    print(json.dumps(result, indent=2) if args.json else format_push(result))
+
+
 def _add_evaluation(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     from gatesight_eval.cli import add_evaluate, add_report
 
@@ -106,20 +197,24 @@ def _add_evaluation(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add_report(verbs)
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command line's parser, with all verbs."""
+    made = argparse.ArgumentParser(prog="gatesight", description=__doc__)
+    made.add_argument("--version", action="version", version=__version__)
+    verbs = made.add_subparsers(required=True, metavar="VERB")
+    for add in (_add_demo, _add_ask, _add_train, _add_analyze, _add_serve, _add_inspect, _add_push, _add_evaluation):
+        add(verbs)
+    return made
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status. Errors that a user can mend are one line on stderr."""
-    parser = argparse.ArgumentParser(prog="gatesight", description=__doc__)
-    parser.add_argument("--version", action="version", version=__version__)
-    verbs = parser.add_subparsers(required=True, metavar="VERB")
-    _add_demo(verbs)
-    _add_train(verbs)
-    _add_serve(verbs)
-    _add_evaluation(verbs)
     given = list(sys.argv[1:] if arguments is None else arguments)
     own, more = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
-    args = parser.parse_args(own)
+    command = parser()
+    args = command.parse_args(own)
     if more and not hasattr(args, "takes_more"):
-        parser.error(f"unrecognized arguments: -- {' '.join(more)}")
+        command.error(f"unrecognized arguments: -- {' '.join(more)}")
     args.more = more
     try:
         args.run(args)

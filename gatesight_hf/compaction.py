@@ -19,7 +19,8 @@ class CompactionOptions:
 
     Raises:
         ValueError: Kept fraction outside (0, 1], negative prefix, unknown allocation or `entries_dtype`, block size
-            below 1 or with `allocation="global"`, gate exponent that is negative or not finite.
+            below 1 or with `allocation="global"`, gate exponent that is negative or not finite, `recompact_every` below
+            1.
     """
 
     kept_fraction: float
@@ -27,6 +28,8 @@ class CompactionOptions:
     allocation: str = "gate"
     block_size: int = 1
     gate_exponent: float = 1.0
+    growing: bool = False
+    recompact_every: int | None = None
     entries_dtype: str | None = None
 
     def __post_init__(self) -> None:
@@ -38,10 +41,20 @@ class CompactionOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} is a whole number >= {least}, got {value!r}.")
+        if not isinstance(self.growing, bool):
+            raise ValueError(f"growing is True or False, got {self.growing!r}.")
+        every = self.recompact_every
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise ValueError(f"recompact_every is a number of tokens >= 1 or None, got {every!r}.")
         if self.allocation == "global" and self.block_size > 1:
             raise ValueError(
                 "allocation='global' has no blocks, since every head keeps a number of its own: leave block_size at 1."
             )
+
+    @property
+    def grows(self) -> bool:
+        """Whether tokens after a compaction are recorded, to be compacted too."""
+        return self.growing or self.recompact_every is not None
 
 
 @dataclass(frozen=True)
@@ -90,6 +103,7 @@ def plan_compaction(
     gate_means: list[list[float]],
     options: CompactionOptions,
     kv_bytes_before: int,
+    held: list[list[int]] | None = None,
 ) -> Plan:
     """Decide what every attention layer keeps; nothing is scored where all layers keep everything.
 
@@ -99,6 +113,8 @@ def plan_compaction(
         gate_means: Per row and attention layer; may be empty unless `allocation` is `gate`.
         options: Kept fraction, protection, allocation.
         kv_bytes_before: For the report.
+        held: Per row and attention layer, entries outside the protected prefix that are still there, over all heads;
+            everything then gets a score and indices. None if all are there.
 
     Raises:
         ValueError: The scorer gave NaN or a wrong shape, gate means are missing, or a row is all padding.
@@ -109,16 +125,20 @@ def plan_compaction(
     protected = [min(options.protected_prefix, length) for length in lengths]
     evictable = [length - first for length, first in zip(lengths, protected, strict=True)]
     budgets = [total_budget(options.kept_fraction, n, count) for n in evictable]
+    # Those that choose for themselves.
+    heads = 1 if prefill.spec.indexed else prefill.keys[0].shape[1]
     if budgets == [count * n for n in evictable]:
         options = replace(options, allocation="flat")  # everything stays, and nothing needs a score
     if options.allocation == "global":
-        layers = _plan_global(prefill, scorer, budgets, options.protected_prefix)
+        totals = _within(held, [heads * n for n in budgets])
+        layers = _plan_global(prefill, scorer, totals, options.protected_prefix)
         kept = [[_fullest_head(layer, row) for layer in layers] for row in range(len(lengths))]
-        entries = sum(budgets)
+        entries = sum(totals) / heads
     else:
         if options.allocation == "score":
             scorer = Scores(checked_scores(scorer, prefill))
-            shares = _shares_by_score(_scores(scorer, prefill), budgets, lengths, options.protected_prefix)
+            totals = _within(held, [heads * n for n in budgets])
+            shares = _shares_by_score(_scores(scorer, prefill), totals, lengths, options.protected_prefix)
             counts = [
                 spread(total, weights, n, options.block_size) if n else [0] * count
                 for total, weights, n in zip(budgets, shares, evictable, strict=True)
@@ -136,7 +156,12 @@ def plan_compaction(
                 )
                 for row, n in enumerate(evictable)
             ]
-        layers = _plan_layers(prefill, scorer, counts, evictable, options.protected_prefix)
+        if held is not None:
+            counts = [[min(k, n // heads) for k, n in zip(*row, strict=True)] for row in zip(counts, held, strict=True)]
+        whole = [
+            held is None and all(row[j] == n for row, n in zip(counts, evictable, strict=True)) for j in range(count)
+        ]
+        layers = _plan_layers(prefill, scorer, counts, whole, options.protected_prefix)
         kept = [[k + protected[row] for k in counts[row]] for row in range(len(lengths))]
         entries = sum(map(sum, counts))
     total = count * sum(evictable)
@@ -150,21 +175,25 @@ def plan_compaction(
     )
 
 
+def _within(held: list[list[int]] | None, totals: list[int]) -> list[int]:
+    """By row, no more entries of all heads of all layers than are there."""
+    return totals if held is None else [min(n, sum(row)) for n, row in zip(totals, held, strict=True)]
+
+
 def _shares_by_score(
-    scores: list[Tensor], budgets: list[int], lengths: list[int], protected_prefix: int
+    scores: list[Tensor], totals: list[int], lengths: list[int], protected_prefix: int
 ) -> list[list[float]]:
     """By row and layer, how many of the layer's entries are among the best of all layers, per head."""
     heads = scores[0].shape[1]
-    best = best_of_all(scores, [heads * n for n in budgets], lengths, protected_prefix)
+    best = best_of_all(scores, totals, lengths, protected_prefix)
     counted = torch.stack([of_layer.sum((1, 2)).cpu() for of_layer in best], dim=1)
     return (counted / heads).tolist()
 
 
 def _plan_layers(
-    prefill: Prefill, scorer: Scorer, counts: list[list[int]], evictable: list[int], protected_prefix: int
+    prefill: Prefill, scorer: Scorer, counts: list[list[int]], whole: list[bool], protected_prefix: int
 ) -> list[LayerPlan]:
-    """The same number of entries for all heads of a layer."""
-    whole = [all(row[j] == n for row, n in zip(counts, evictable, strict=True)) for j in range(len(prefill.keys))]
+    """The same number of entries for all heads of a layer; everything, without scores, of those that are `whole`."""
     scores = [] if all(whole) else _scores(scorer, prefill)
     layers = []
     for j, keys in enumerate(prefill.keys):
@@ -179,11 +208,9 @@ def _plan_layers(
     return layers
 
 
-def _plan_global(prefill: Prefill, scorer: Scorer, budgets: list[int], protected_prefix: int) -> list[LayerPlan]:
+def _plan_global(prefill: Prefill, scorer: Scorer, totals: list[int], protected_prefix: int) -> list[LayerPlan]:
     """Entries of all layers and heads compete for one budget."""
-    scores = _scores(scorer, prefill)
-    heads = scores[0].shape[1]
-    chosen = select_global(scores, [heads * n for n in budgets], prefill.lengths, protected_prefix)
+    chosen = select_global(_scores(scorer, prefill), totals, prefill.lengths, protected_prefix)
     return [_layer_plan(*of_layer, prefill.spec.num_key_value_heads) for of_layer in chosen]
 
 

@@ -11,3 +11,11 @@ class EstimatorMismatchError(ValueError):
 
 class CacheStateError(RuntimeError):
     """A call that does not fit where the cache is in its life: prefill, compacted, served."""
+
+
+class SessionFileError(ValueError):
+    """A file of a saved session is not what its format says: damaged, cut off, changed, or of another version."""
+
+
+class SessionMismatchError(SessionFileError):
+    """A saved session belongs to another model, tokenizer or estimator than the one given."""

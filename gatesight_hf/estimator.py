@@ -3,17 +3,22 @@
 On disk: `config.json` (this module's `EstimatorConfig`) and `model.safetensors`; see `mlp` for how they are read.
 """
 
+import tempfile
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from .cards import estimator_card
 from .features import AGES, SIGNALS
+from .hub import Upload, check_repo_id, push
 from .hybrid import HybridSpec
 from .mlp import CONFIG_NAME, MLPConfig, MLPScorer
 from .scoring import Needs, Prefill
 
 FORMAT_VERSION = 1
+COMMIT_MESSAGE = "GateSight estimator"
 
 
 @dataclass(frozen=True)
@@ -132,3 +137,45 @@ class Estimator(MLPScorer[EstimatorConfig]):
     def inputs(self, prefill: Prefill, ordinal: int, row: int) -> list[Tensor]:
         first = prefill.keys[ordinal].shape[2] - prefill.lengths[row]
         return [prefill.signals[i][row, first:].flatten(1) for i in self.config.gdn_windows[ordinal]]
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        revision: str | None = None,
+        commit_message: str = COMMIT_MESSAGE,
+        token: str | bool | None = None,
+    ) -> str:
+        """Send configuration and weights to a repo on the Hub in one commit. Returns the commit's URL.
+
+        A repo without a card gets one that names what the estimator is for; `gatesight push` sends a folder as
+        `gatesight train` writes it, with its metrics.
+
+        Args:
+            repo_id: `owner/name`; the repo is made if need be.
+            private: Of a repo that is made; None is the owner's default.
+            revision: Branch, made if need be; None is `main`.
+            commit_message: Of the commit.
+            token: A token with the right to write; None or True: the one logged in with.
+
+        Raises:
+            ValueError: A name that is none of a repo.
+            PermissionError: No token, or one without the right.
+            ConnectionError: The Hub cannot be reached, or the upload failed.
+        """
+        check_repo_id(repo_id)
+        config = self.config
+        about = {"base_model": config.base_model, "fingerprint": config.fingerprint, "parameters": self.num_parameters}
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            files = [Upload(path.name, path.read_bytes()) for path in sorted(Path(folder).iterdir())]
+        return push(
+            repo_id,
+            files,
+            private=private,
+            revision=revision,
+            commit_message=commit_message,
+            token=token,
+            default_card=estimator_card(about, repo_id),
+        )

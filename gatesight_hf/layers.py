@@ -4,6 +4,8 @@ An attention layer holds *kept* entries (the compacted context; empty before com
 after it; before compaction: everything). It tells tokens seen (logical) from entries held (physical).
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +14,23 @@ from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer,
 
 from gatesight_kernels import compact_rows
 
-from .quantised import dequantise, quantise
+from .quantised import dequantise, quantise, scales_shape
+from .tensor_files import TensorInfo
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Sizes that all layers of a saved cache share.
+
+    Attributes:
+        rows: B.
+        context: Slots of the context, all of them, kept or not.
+        tail: Tokens since compaction.
+    """
+
+    rows: int
+    context: int
+    tail: int
 
 
 class GateSightAttentionLayer(CacheLayerMixin):
@@ -26,6 +44,7 @@ class GateSightAttentionLayer(CacheLayerMixin):
         kept_positions (`Tensor | None`): `[B, H, N]`, int32: the slot of the context each kept entry came from.
         kept_valid (`Tensor | None`): `[B, N]`, or `[B, H, N]` where heads keep different numbers, bool; None if every
             kept entry counts.
+        kept_scores (`Tensor | None`): `[B, H, N]`, float32, of the kept entries of a growing cache (`growing`).
         tail_keys, tail_values (`Tensor`): `[B, H, t, D]`, entries since then.
     """
 
@@ -34,11 +53,13 @@ class GateSightAttentionLayer(CacheLayerMixin):
     is_croppable = False
     #: Tensors with the batch dimension first.
     batched: ClassVar[tuple[str, ...]] = (
-        "kept_keys", "kept_values", "key_scales", "value_scales", "kept_positions", "kept_valid",
+        "kept_keys", "kept_values", "key_scales", "value_scales", "kept_positions", "kept_valid", "kept_scores",
         "tail_keys", "tail_values",
     )  # fmt: skip
     #: Whether the model reads a mask even where every query sees every entry.
     needs_mask: ClassVar[bool] = False
+    #: Names the layer's class in files of saved caches; None for layers that no file holds.
+    kind: ClassVar[str | None] = "attention"
 
     def __init__(self) -> None:
         self._clear()
@@ -50,6 +71,7 @@ class GateSightAttentionLayer(CacheLayerMixin):
         self.value_scales: Tensor | None = None
         self.kept_positions: Tensor | None = None
         self.kept_valid: Tensor | None = None
+        self.kept_scores: Tensor | None = None
         self.tail_keys: Tensor | None = None
         self.tail_values: Tensor | None = None
         self.evicted = 0
@@ -97,6 +119,11 @@ class GateSightAttentionLayer(CacheLayerMixin):
         """What an index of the entries holds; empty but in sparse attention."""
         return []
 
+    def tail(self) -> tuple[Tensor, Tensor]:
+        """Keys and values `[B, H, t, D]` of the entries since the last compaction."""
+        assert self.tail_keys is not None and self.tail_values is not None
+        return self.tail_keys, self.tail_values
+
     @property
     def _ragged(self) -> bool:
         """Whether heads keep different numbers of entries."""
@@ -136,10 +163,11 @@ class GateSightAttentionLayer(CacheLayerMixin):
     # -- batches -------------------------------------------------------------------------------------------------------
 
     def _map(self, function: Any) -> None:
-        for name, tensor in self._tensors().items():
+        for name, tensor in self.state().items():
             setattr(self, name, function(tensor))
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor that the layer holds, by name: what is saved of it."""
         return {name: tensor for name in self.batched if (tensor := getattr(self, name)) is not None}
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -154,14 +182,35 @@ class GateSightAttentionLayer(CacheLayerMixin):
     # -- compaction, forks, rollback -----------------------------------------------------------------------------------
 
     def compact(self, indices: Tensor, valid: Tensor, context: int) -> None:
-        """Keep only the slots `indices` `[B, H, N]` of the first `context` entries; `valid` marks real ones.
+        """Keep only the slots `indices` `[B, H, N]` of the first `context` tokens seen; `valid` marks real ones.
 
         `valid` is `[B, N]`, or `[B, H, N]`. Later entries stay. The layer changes only after all its new tensors exist.
         """
         assert self.tail_keys is not None and self.tail_values is not None
-        # Never in place: forks of an uncompacted cache share these tensors.
-        keys, values = compact_rows(self.tail_keys, indices), compact_rows(self.tail_values, indices)
-        self._settle(keys, values, indices.to(torch.int32), valid, context)
+        keys = self._joined(self.kept_keys, self.key_scales, self.tail_keys)
+        values = self._joined(self.kept_values, self.value_scales, self.tail_values)
+        slots = indices
+        if self.kept_keys is not None:
+            places = indices.new_zeros((*indices.shape[:2], self.get_seq_length() + 1))
+            held = self.held_slots()
+            places.scatter_(2, held, torch.arange(held.shape[2], device=held.device).expand_as(held))
+            indices = places.gather(2, slots)
+        # Never in place: forks share these tensors.
+        keys, values = compact_rows(keys, indices), compact_rows(values, indices)
+        self._settle(keys, values, slots.to(torch.int32), valid, context)
+
+    def held_slots(self) -> Tensor:
+        """Slots of all held entries `[B, H, N + t]`, int64; the number of tokens seen stands for those not valid."""
+        assert self.tail_keys is not None
+        seen, (batch, heads, tail, _) = self.get_seq_length(), self.tail_keys.shape
+        late = torch.arange(seen - tail, seen, device=self.tail_keys.device).expand(batch, heads, -1)
+        if self.kept_positions is None:
+            return late
+        kept = self.kept_positions.long()
+        if self.kept_valid is not None:
+            valid = self.kept_valid if self._ragged else self.kept_valid.unsqueeze(1)
+            kept = kept.masked_fill(~valid, seen)
+        return torch.cat([kept, late], dim=-1)
 
     def keep_all(self, valid: Tensor, context: int) -> None:
         """Call the first `context` entries kept, without moving one; `valid` `[B, context]` is False at pads."""
@@ -175,9 +224,11 @@ class GateSightAttentionLayer(CacheLayerMixin):
     def _settle(self, keys: Tensor, values: Tensor, positions: Tensor, valid: Tensor, context: int) -> None:
         assert self.tail_keys is not None and self.tail_values is not None
         # Cloned, so that the tail does not hold on to the context's storage.
-        late_keys, late_values = self.tail_keys[:, :, context:].clone(), self.tail_values[:, :, context:].clone()
+        start = context - (self.get_seq_length() - self.tail_length)
+        late_keys, late_values = self.tail_keys[:, :, start:].clone(), self.tail_values[:, :, start:].clone()
         self.kept_valid = None if bool(valid.all()) else valid
         self.kept_keys, self.kept_values, self.kept_positions = keys, values, positions
+        self.key_scales = self.value_scales = None
         self.tail_keys, self.tail_values = late_keys, late_values
         self.evicted = context - keys.shape[-2]
 
@@ -206,6 +257,39 @@ class GateSightAttentionLayer(CacheLayerMixin):
         child = object.__new__(type(self))
         child.restore(self.snapshot())
         return child
+
+    def expected_state(self, extent: Extent, found: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """What a file must hold for a compacted layer like this one, which has seen one token.
+
+        Args:
+            extent: Sizes of the saved cache.
+            found: What the file declares for the layer. Only how many entries are kept, whether they are quantised, and
+                whether and for what `kept_valid` is there, is taken from it.
+        """
+        assert self.tail_keys is not None and self.tail_values is not None
+        heads, shape = self.tail_keys.shape[1], found["kept_positions"].shape if "kept_positions" in found else ()
+        kept = min(shape[2], extent.context) if len(shape) == 3 else 0
+        slots = (extent.rows, heads, kept)
+        expected = {"kept_positions": TensorInfo(torch.int32, slots)}
+        for part, entries, dim in (("key", self.tail_keys, -2), ("value", self.tail_values, -1)):
+            shape, dtype = (*slots, entries.shape[-1]), entries.dtype
+            expected[f"tail_{part}s"] = TensorInfo(dtype, (extent.rows, heads, extent.tail, entries.shape[-1]))
+            if f"{part}_scales" in found:
+                dtype = torch.int8
+                expected[f"{part}_scales"] = TensorInfo(torch.float32, scales_shape(shape, dim))
+            expected[f"kept_{part}s"] = TensorInfo(dtype, shape)
+        if "kept_valid" in found:
+            ragged = len(found["kept_valid"].shape) == 3
+            expected["kept_valid"] = TensorInfo(torch.bool, slots if ragged else (extent.rows, kept))
+        return expected
+
+    def load_state(self, tensors: Mapping[str, Tensor], extent: Extent) -> None:
+        """Become the layer whose `state` the tensors are, which are what `expected_state` said."""
+        self._clear()
+        for name, tensor in tensors.items():
+            setattr(self, name, tensor)
+        self.evicted = extent.context - self.kept_length
+        self.is_initialized = True
 
     # -- masks ---------------------------------------------------------------------------------------------------------
 
@@ -263,6 +347,8 @@ class LatentAttentionLayer(GateSightAttentionLayer):
     scale per channel, as a key has.
     """
 
+    kind = "latent"
+
     def _clear(self) -> None:
         super()._clear()
         #: Rotary channels of a key.
@@ -280,9 +366,20 @@ class LatentAttentionLayer(GateSightAttentionLayer):
         keys = self.keys
         return None if keys is None else keys[..., self.rotary :]
 
+    def tail(self) -> tuple[Tensor, Tensor]:
+        keys, _ = super().tail()
+        return keys, keys[..., self.rotary :]
+
+    def load_state(self, tensors: Mapping[str, Tensor], extent: Extent) -> None:
+        rotary = self.rotary  # as the token had it that this layer has seen
+        super().load_state(tensors, extent)
+        self.rotary = rotary
+
 
 class SlidingAttentionLayer(DynamicSlidingWindowLayer):
     """Entries of a sliding-window layer, whose size is bounded: never compacted, with forks and rollback."""
+
+    kind: ClassVar[str | None] = None
 
     def snapshot(self) -> dict[str, Any]:
         """The layer's state by reference: free, since tensors are replaced and never written to."""
@@ -299,7 +396,10 @@ class SlidingAttentionLayer(DynamicSlidingWindowLayer):
 
 
 class GDNStateLayer(LinearAttentionLayer):
-    """Convolution and recurrent state of one GDN layer, with batch operations, forks and rollback."""
+    """Convolution and recurrent state of one GDN layer, with batch operations, forks, rollback and files."""
+
+    #: Names the layer's class in files of saved caches.
+    kind = "gdn"
 
     def reset(self) -> None:
         self.__init__(self.number_of_states)  # type: ignore[misc]
@@ -343,6 +443,25 @@ class GDNStateLayer(LinearAttentionLayer):
         # Copied too: a fused kernel may write the state it is given in place.
         child.recurrent_states = {i: None if s is None else s.clone() for i, s in self.recurrent_states.items()}
         return child
+
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor that the layer holds, by name: what is saved of it."""
+        return {
+            f"{name}.{i}": state
+            for name in ("conv_states", "recurrent_states")
+            for i, state in getattr(self, name).items()
+            if state is not None
+        }
+
+    def expected_state(self, extent: Extent, found: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """What a file must hold for a layer like this one, which has seen one token."""
+        return {name: TensorInfo(state.dtype, (extent.rows, *state.shape[1:])) for name, state in self.state().items()}
+
+    def load_state(self, tensors: Mapping[str, Tensor], extent: Extent) -> None:
+        """Become the layer whose `state` the tensors are, which are what `expected_state` said."""
+        for name, tensor in tensors.items():
+            states, _, i = name.partition(".")
+            getattr(self, states)[int(i)] = tensor
 
     def detach(self) -> None:
         """Let go of the autograd graph of forwards that ran with gradients."""

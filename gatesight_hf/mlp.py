@@ -1,28 +1,36 @@
 """Scorers made of one small MLP per attention layer and KV head, and their files.
 
-On disk a folder with `config.json` and `model.safetensors`. Both are untrusted input: unknown keys, newer formats,
-wrong shapes and wrong sizes are errors before anything is allocated.
+On disk, or on the Hub, `config.json` and `model.safetensors`. Both are untrusted input: unknown keys, newer formats,
+wrong shapes and wrong sizes are errors before weights are downloaded or anything is allocated.
 """
 
+import hashlib
 import json
 from abc import ABC, abstractmethod
 from dataclasses import asdict
 from functools import reduce
+from math import prod
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from gatesight_kernels import PackedMLP, pack_mlp, packed_dtype, score_entries
 
 from .errors import EstimatorMismatchError
+from .hub import Folder, Repo, open_source
 from .hybrid import HybridSpec
 from .scoring import Needs, Prefill
+from .tensor_files import JSON_LIMIT, TensorFile, TensorInfo, parse_json
 
 CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
+#: More than any model has; bounds what a configuration makes us allocate.
+MOST_LAYERS = 4096
+
+
+M = TypeVar("M", bound="MLPConfig")
 
 
 class MLPConfig(ABC):
@@ -49,7 +57,7 @@ class MLPConfig(ABC):
 
     @classmethod
     @abstractmethod
-    def from_dict(cls, data: dict[str, Any]) -> "MLPConfig":
+    def from_dict(cls: type[M], data: dict[str, Any]) -> M:
         """Read a configuration strictly; ValueError says what is wrong with it."""
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -67,6 +75,17 @@ class MLPConfig(ABC):
                 f"layers.{j}.bias_out": (heads,),
             }
         return shapes
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights and biases of all MLPs; statistics not counted."""
+        return sum(prod(shape) for name, shape in self.tensor_shapes().items() if ".input_" not in name)
+
+    @property
+    def largest_weights(self) -> int:
+        """Bytes that `model.safetensors` may have at most: the tensors, and a header of ample size."""
+        shapes = self.tensor_shapes().values()
+        return 4 * sum(map(prod, shapes)) + 256 * len(shapes) + 4096
 
 
 C = TypeVar("C", bound=MLPConfig)
@@ -131,7 +150,7 @@ class MLPScorer(ABC, Generic[C]):
             dtype = reduce(torch.promote_types, [block.dtype for block in inputs])
             inputs = [block.to(keys.device, dtype) for block in inputs]
             mlp = self._mlp(ordinal, keys.device, packed_dtype(inputs[0]))
-            scores[row, :, keys.shape[2] - length :] = score_entries(inputs, mlp)
+            scores[row, :, keys.shape[2] - length :] = score_entries(inputs, mlp, prefill.first(row))
         return scores
 
     def _mlp(self, ordinal: int, device: torch.device, dtype: torch.dtype) -> PackedMLP:
@@ -154,41 +173,53 @@ class MLPScorer(ABC, Generic[C]):
     # -- files ---------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def from_pretrained(cls: type[S], path: str | Path) -> S:
-        """Load a scorer from a folder with `config.json` and `model.safetensors`.
+    def from_pretrained(
+        cls: type[S],
+        source: str | Path,
+        *,
+        subfolder: str = "",
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+    ) -> S:
+        """Load a scorer from `config.json` and `model.safetensors`, in a folder or a repo on the Hub.
+
+        Args:
+            source: A folder, or a repo as `owner/name`; a folder of that name goes first.
+            subfolder: Of the folder or repo.
+            revision: Branch, tag or commit of the repo; None is `main`. Both files come from one commit.
+            token: For the Hub; True: the one logged in with, False: none, None: one if there is one.
+            cache_dir: Of downloads; None is huggingface_hub's.
+            local_files_only: Ask the cache alone, as `HF_HUB_OFFLINE=1` does.
 
         Raises:
-            FileNotFoundError: A file is missing.
-            ValueError: A file is not what its format says.
+            FileNotFoundError: No such folder, repo, revision or file; or offline, and it is not in the cache.
+            PermissionError: The repo is gated, or the token does not work.
+            ConnectionError: The Hub cannot be reached.
+            ValueError: A file is not what its format says, or has more bytes than it can have.
         """
-        folder = Path(path)
-        for name in (CONFIG_NAME, WEIGHTS_NAME):
-            if not (folder / name).is_file():
-                raise FileNotFoundError(
-                    f"No {name} in {str(folder)!r}: an estimator is a folder with {CONFIG_NAME} and {WEIGHTS_NAME}, as "
-                    "`gatesight train` writes it. Hub ids are not read yet: give "
-                    "huggingface_hub.snapshot_download(repo_id)."
-                )
+        files = open_source(
+            source, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
+        )
+        inside = f"{subfolder}/" if subfolder else ""
+        config = read_config(cls.config_class, files, inside + CONFIG_NAME)
+        weights = files.get(inside + WEIGHTS_NAME, config.largest_weights)
         try:
-            data = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{folder / CONFIG_NAME} is not JSON that can be read: {error}") from error
-        if not isinstance(data, dict):
-            raise ValueError(f"{folder / CONFIG_NAME} must hold one JSON object.")
-        config = cls.config_class.from_dict(data)
-        shapes = config.tensor_shapes()
-        try:
-            with safe_open(folder / WEIGHTS_NAME, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a mapping
-                    shape = tuple(file.get_slice(name).get_shape())
-                    if shape != shapes.get(name):
-                        raise ValueError(
-                            f"{folder / WEIGHTS_NAME}: {name} has shape {shape}, {CONFIG_NAME} says {shapes.get(name)}."
-                        )
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"{folder / WEIGHTS_NAME} is not a safetensors file: {error}") from error
+            with TensorFile(weights) as file:
+                file.check({name: TensorInfo(torch.float32, shape) for name, shape in config.tensor_shapes().items()})
+                tensors = file.read()
+        except ValueError as error:
+            raise ValueError(f"{weights}: {error}.") from error
         return cls(config, tensors)
+
+    @property
+    def identity(self) -> str:
+        """Class, and a digest of configuration and weights."""
+        digest = hashlib.sha256(json.dumps(asdict(self.config), sort_keys=True).encode())  # type: ignore[call-overload]
+        for name in sorted(self.tensors):
+            digest.update(name.encode() + self.tensors[name].detach().cpu().contiguous().numpy().tobytes())
+        return f"{type(self).__name__} {digest.hexdigest()[:16]}"
 
     def save_pretrained(self, path: str | Path) -> None:
         """Write `config.json` and `model.safetensors` into a folder, which is made if need be."""
@@ -205,4 +236,23 @@ class MLPScorer(ABC, Generic[C]):
     @property
     def num_parameters(self) -> int:
         """Weights and biases of all MLPs; statistics not counted."""
-        return sum(tensor.numel() for name, tensor in self.tensors.items() if ".input_" not in name)
+        return self.config.num_parameters
+
+
+def read_config(config_class: type[M], files: Folder | Repo, name: str) -> M:
+    """Read a configuration strictly.
+
+    Raises:
+        FileNotFoundError, PermissionError, ConnectionError: See `MLPScorer.from_pretrained`.
+        ValueError: It is not what its format says.
+    """
+    path = files.get(name, JSON_LIMIT)
+    try:
+        with path.open("rb") as text:
+            data = parse_json(text.read(JSON_LIMIT))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}.") from error
+    config = config_class.from_dict(data)
+    if config.num_layers > MOST_LAYERS:
+        raise ValueError(f"{path}: {config.num_layers} attention layers, more than {MOST_LAYERS}.")
+    return config

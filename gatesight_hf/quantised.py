@@ -1,8 +1,9 @@
 """Kept entries as 8-bit integers: keys by channel, values by token, as KIVI found best (arXiv 2402.02750).
 
 Keys have channels of large magnitude, which a scale of their own keeps away from the others; values have none. KIVI and
-the quantised caches of transformers keep the last tokens of a growing cache as they are, until enough have come for new
-scales; here a context is quantised once, when it is compacted, and everything after it stays in the model's dtype.
+the quantised caches of transformers keep the last tokens as they are, until enough have come for new scales; here a
+context is quantised when it is compacted, and everything after it stays in the model's dtype. A growing cache that is
+compacted again quantises its survivors again, each time with an error of its own.
 
 An entry x is `code · scale + zero point`, with 255 steps between the least and the greatest x of its group, so that it
 is off by half a scale at most (and by the rounding to the model's dtype). Scales and zero points are float32: in
@@ -51,6 +52,11 @@ def quantise(entries: Tensor, dim: int, valid: Tensor | None) -> tuple[Tensor, T
     # A group of equal entries has scale 0, and its zero point is the entry itself.
     codes = (entries - zero).div_(scale.masked_fill(scale == 0, 1)).round_().clamp_(LEAST, MOST).to(torch.int8)
     return codes, torch.stack([scale, zero], dim=-1)
+
+
+def scales_shape(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    """Of scales and zero points of entries of a shape `[B, H, N, D]`; `dim` as in `quantise`."""
+    return (*shape[:dim], 1, *shape[dim:][1:], 2)
 
 
 def dequantise(codes: Tensor, scales: Tensor, out: Tensor) -> None:

@@ -15,6 +15,8 @@ from .scoring import Needs, QueryMoments
 
 #: Tokens whose queries are summed at a time: bounds the scratch memory in float64.
 TOKENS_PER_SUM = 1024
+#: Chunks up to this length are joined as they come: of single tokens, the objects would cost more than the numbers.
+SHORT_CHUNK = 1024
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,15 @@ class Recording:
             twin._query_sums = [None] * len(self._query_sums)
         return twin
 
+    def after_compaction(self) -> "Recording":
+        """A record of what comes next, whose gate means go on over all tokens."""
+        twin = self.copy(Needs())
+        twin._needs = self._needs
+        return twin
+
     def add_signals(self, gdn: int, signals: Tensor) -> None:
         """Take `[B, T, 3, HV]` of GDN ordinal `gdn`."""
-        self._signals[gdn].append(signals)
+        _append(self._signals[gdn], signals)
         self._signals_joined = False
 
     def add_attention(self, ordinal: int, view: AttentionView, first: int, padding: Tensor | None) -> None:
@@ -94,7 +102,7 @@ class Recording:
         """
         real = None if padding is None else padding.to(view.hidden.device)
         if self._needs.hidden:
-            self._hidden[ordinal].append(view.hidden.detach())
+            _append(self._hidden[ordinal], view.hidden.detach())
         if self._needs.queries:
             self._add_queries(ordinal, view.queries.detach())
         if self._needs.query_moments:
@@ -190,6 +198,13 @@ class Recording:
             for sums in self._query_sums
         ]
         self._gate_sums = [None if total is None else function(total) for total in self._gate_sums]
+
+
+def _append(chunks: list[Tensor], new: Tensor) -> None:
+    """Add a chunk; short ones are joined with one no longer, as in a binary counter."""
+    chunks.append(new)
+    while len(chunks) > 1 and chunks[-2].shape[1] <= chunks[-1].shape[1] <= SHORT_CHUNK // 2:
+        chunks[-2:] = [torch.cat(chunks[-2:], dim=1)]
 
 
 def _joined(layers: list[list[Tensor]]) -> list[Tensor]:

@@ -14,16 +14,17 @@ class CacheReport:
     Attributes:
         logical_length: Tokens seen, padding included.
         physical_lengths: Per attention layer, entries held per head (of the longest row).
-        kept_per_layer: Per row and attention layer, context entries kept per head; empty before compaction.
+        kept_per_layer: Per row and attention layer, entries kept per head by the last compaction; empty before one.
         kept_fraction: Kept share of the evictable entries that was asked for.
-        achieved_fraction: The share that was kept, protected prefix not counted; None before compaction.
+        achieved_fraction: The share of all seen then that was kept, protected prefix not counted; None before.
         gate_means: Per row and attention layer, mean of sigmoid(output gate); empty if not needed or there is none.
         kv_bytes_before: Attention cache just before compaction; None before compaction.
         kv_bytes: Attention cache now, scales of quantised entries too. A fork counts what it shares with its parent.
         index_bytes: Index of sparse attention now, with the angles that it needs; 0 in other models.
         gdn_bytes: Convolution and recurrent states now.
-        signal_bytes: Signals, and what else is held for scoring now; 0 after compaction.
-        seconds: Wall time of `prefill` (recorded forwards), `score` (with budget and selection) and `compact`.
+        signal_bytes: Signals, and what else is held for scoring now; 0 after compaction unless the cache grows.
+        seconds: Wall time of `prefill` (recorded forwards before compaction), `score` (with budget and selection) and
+            `compact`, of all compactions together.
     """
 
     logical_length: int

@@ -20,12 +20,15 @@ class Needs:
         queries: How many of the last queries of every attention layer.
         query_moments: Mean and covariance of all queries before RoPE.
         hidden: Inputs of every attention layer.
+        whole: The context as a whole, so that tokens which come after a compaction cannot be rated by themselves: a
+            replay of it, or entries compared with those that follow. Nothing is recorded for it.
     """
 
     signals: bool = False
     queries: int = 0
     query_moments: bool = False
     hidden: bool = False
+    whole: bool = False
 
     def __or__(self, other: "Needs") -> "Needs":
         return Needs(
@@ -33,11 +36,17 @@ class Needs:
             max(self.queries, other.queries),
             self.query_moments or other.query_moments,
             self.hidden or other.hidden,
+            self.whole or other.whole,
         )
 
     def missing_from(self, recorded: "Needs") -> list[str]:
         """Names of what `recorded` does not have."""
-        return [name for name in vars(self) if getattr(self, name) > getattr(recorded, name)]
+        return [name for name in vars(self) if name != "whole" and getattr(self, name) > getattr(recorded, name)]
+
+    @property
+    def of_the_whole(self) -> list[str]:
+        """Names of what is gone after a compaction."""
+        return [name for name in ("queries", "query_moments", "whole") if getattr(self, name)]
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,8 @@ class QueryMoments:
 class Prefill:
     """What a cache recorded of one context. Batches are left-padded: row r holds its tokens in the last slots.
 
+    Of a growing cache that was compacted before, it is what came since: T counts new tokens only.
+
     Attributes:
         spec: Layout of the model.
         lengths: Tokens of each row, padding not counted.
@@ -76,6 +87,7 @@ class Prefill:
         ids: `[B, T]`; None where embeddings were given, as of pictures.
         fork: An uncompacted child that goes on from the end of the context and records nothing, for replays.
         next_positions: Of the token after each row; its length, unless pictures took fewer positions than tokens.
+        before: Tokens of each row that were compacted before: the first of `lengths` has this position. Empty if none.
 
     `signals`, `queries`, `query_moments` and `hidden` are empty unless the scorer's `needs` name them.
     """
@@ -92,6 +104,11 @@ class Prefill:
     ids: Tensor | None = None
     fork: Callable[[], Any] | None = None
     next_positions: list[int] | None = None
+    before: list[int] = field(default_factory=list)
+
+    def first(self, row: int) -> int:
+        """Position of the row's first token."""
+        return self.before[row] if self.before else 0
 
 
 @runtime_checkable
@@ -134,7 +151,7 @@ class Scores:
     """
 
     of: list[Tensor] = field(repr=False)
-    needs: ClassVar[Needs] = Needs()
+    needs: ClassVar[Needs] = Needs(whole=True)
 
     def check(self, spec: HybridSpec) -> None:
         if len(self.of) != spec.num_attention_layers:

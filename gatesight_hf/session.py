@@ -32,6 +32,20 @@ def prefill(model: Any, ids: Tensor, cache: GateSightCache, chunk_size: int | No
             model(chunk, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
 
 
+def _scorer(
+    estimator: str | Path | Scorer,
+    revision: str | None,
+    token: str | bool | None,
+    cache_dir: str | Path | None,
+    local_files_only: bool,
+) -> Scorer:
+    if isinstance(estimator, Scorer):
+        return estimator
+    return Estimator.from_pretrained(
+        estimator, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
+    )
+
+
 class Session:
     """Text in, answers out, over one compacted document.
 
@@ -57,24 +71,38 @@ class Session:
         kept_fraction: float = 0.1,
         protected_prefix: int = 0,
         allocation: str = "gate",
+        recompact_every: int | None = None,
         entries_dtype: str | None = None,
         prefill_chunk_size: int | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
     ) -> "Session":
         """Prefill a document and compact its cache.
 
         Args:
             model: The hybrid model.
             tokenizer: Its tokenizer.
-            estimator: Folder of an estimator, or a scorer.
+            estimator: Folder of an estimator, its repo on the Hub, or a scorer.
             text: The document.
-            kept_fraction, protected_prefix, allocation, entries_dtype: See `GateSightCache`.
+            kept_fraction, protected_prefix, allocation, recompact_every, entries_dtype: See `GateSightCache`.
             prefill_chunk_size: Tokens per forward; None prefills in one.
+            revision, token, cache_dir, local_files_only: See `Estimator.from_pretrained`.
 
         Raises:
-            ValueError: The document has no tokens, or see `GateSightCache`.
+            OSError, ValueError: The document has no tokens, or see `GateSightCache.from_pretrained`.
         """
-        scorer = estimator if isinstance(estimator, Scorer) else Estimator.from_pretrained(estimator)
-        cache = GateSightCache(scorer, model, kept_fraction, protected_prefix, allocation, entries_dtype=entries_dtype)
+        scorer = _scorer(estimator, revision, token, cache_dir, local_files_only)
+        cache = GateSightCache(
+            scorer,
+            model,
+            kept_fraction,
+            protected_prefix,
+            allocation,
+            recompact_every=recompact_every,
+            entries_dtype=entries_dtype,
+        )
         ids = tokenizer(text, return_tensors="pt").input_ids.to(model.device)
         if ids.shape[1] == 0:
             raise ValueError("The document has no tokens.")
@@ -82,29 +110,92 @@ class Session:
         cache.compact()
         return cls(model, tokenizer, cache)
 
-    def ask(self, question: str, max_new_tokens: int = 64, **generate_options: Any) -> str:
+    def add(self, text: str, prefill_chunk_size: int | None = None) -> None:
+        """Append a text to what all later questions see. If this fails, the session is as before.
+
+        Raises:
+            ValueError: The text has no tokens.
+        """
+        ids, cache = self._ids(text, "text"), self.cache.fork()
+        prefill(self.model, ids, cache, prefill_chunk_size)
+        self.cache = cache
+
+    def ask(self, question: str, max_new_tokens: int = 64, *, keep: bool = False, **generate_options: Any) -> str:
         """The model's continuation of document + question; greedy unless `generate_options` say otherwise.
 
         Questions do not see each other: each runs on a fork, with its own GDN states.
 
+        Args:
+            question: Its text.
+            max_new_tokens: Of the answer.
+            keep: Whether question and answer become part of the session, for a conversation. If this fails, the session
+                is as before.
+            generate_options: See `generate` of the model.
+
         Raises:
             ValueError: The question has no tokens, or options that give several sequences.
         """
-        ids = self.tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids.to(self.model.device)
-        if ids.shape[1] == 0:
-            raise ValueError("The question has no tokens.")
-        seen = self.cache.get_seq_length()
+        ids, cache = self._ids(question, "question"), self.cache.fork()
+        seen = cache.get_seq_length()
         output = self.model.generate(
             ids,
             attention_mask=torch.ones((1, seen + ids.shape[1]), dtype=torch.long, device=ids.device),
             max_new_tokens=max_new_tokens,
-            **{"do_sample": False, **generate_options, cache_argument(self.model): self.cache.fork()},
+            **{"do_sample": False, **generate_options, cache_argument(self.model): cache},
         )
         sequences = getattr(output, "sequences", output)
         if len(sequences) > 1:
             raise ValueError("ask() gives one answer; for several sequences call generate with session.cache.fork().")
+        if keep:
+            if cache.batch_size > 1:
+                cache = self.cache.fork()  # of beams it holds several, and the best may not be among them
+            # The last token was chosen, but the model has not read it.
+            prefill(self.model, sequences[:, cache.get_seq_length() - seen :], cache)
+            self.cache = cache
         return self.tokenizer.decode(sequences[0, ids.shape[1] :], skip_special_tokens=True).strip()
+
+    def save(self, path: str | Path) -> None:
+        """Write the document's cache into one file; see `GateSightCache.save`.
+
+        Raises:
+            CacheStateError, OSError, ValueError: See there.
+        """
+        self.cache.save(path, tokenizer=self.tokenizer)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        model: Any,
+        tokenizer: Any,
+        estimator: str | Path | Scorer | None = None,
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+    ) -> "Session":
+        """Open a saved session: the document is not prefilled again, and answers are the same.
+
+        Args:
+            path: The file that `save` wrote.
+            model, tokenizer: Those it was saved with.
+            estimator: As in `open`, to make sure that the document was compacted with it.
+            revision, token, cache_dir, local_files_only: See `Estimator.from_pretrained`.
+
+        Raises:
+            FileNotFoundError, SessionFileError, SessionMismatchError: See `GateSightCache.load`.
+            OSError, ValueError: See `Estimator.from_pretrained`.
+        """
+        scorer = None if estimator is None else _scorer(estimator, revision, token, cache_dir, local_files_only)
+        return cls(model, tokenizer, GateSightCache.load(path, model, tokenizer=tokenizer, scorer=scorer))
 
     def report(self) -> CacheReport:
         """Lengths, bytes and seconds of the document's cache."""
         return self.cache.report()
+
+    def _ids(self, text: str, kind: str) -> Tensor:
+        ids = self.tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids.to(self.model.device)
+        if ids.shape[1] == 0:
+            raise ValueError(f"The {kind} has no tokens.")
+        return ids

@@ -39,6 +39,7 @@ class SparseAttentionLayer(GateSightAttentionLayer):
     """
 
     needs_mask = True
+    kind = None
     batched: ClassVar[tuple[str, ...]] = (
         *GateSightAttentionLayer.batched, "block_keys", "raw_keys", "raw_cos", "raw_sin", "positions", "kept_counts"
     )  # fmt: skip

@@ -43,6 +43,7 @@ from gatesight_hf.families import adapter_for
 from gatesight_hf.hybrid import HybridSpec, find_modules
 from gatesight_hf.scoring import Needs
 
+from .hub_server import hub  # noqa: F401 - fixture
 from .kernel_fixtures import backend, device, poisoned  # noqa: F401 - fixtures
 
 torch.set_num_threads(1)  # tiny tensors: threads only wait for each other

@@ -149,6 +149,6 @@ def test_compaction_lets_go_of_the_autograd_graph(dense) -> None:
         dense(inputs_embeds=embeds, **cache_kwargs(dense, cache))
     assert any(state.requires_grad for layer in cache.gdn_layers for state in layer.recurrent_states.values())
     cache.compact()
-    held = [t for layer in cache.attention_layers for t in layer._tensors().values()]
+    held = [t for layer in cache.attention_layers for t in layer.state().values()]
     held += [s for layer in cache.gdn_layers for s in (*layer.conv_states.values(), *layer.recurrent_states.values())]
     assert not any(tensor.requires_grad for tensor in held)

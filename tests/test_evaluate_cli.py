@@ -14,7 +14,6 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from gatesight_eval import cli
 from gatesight_eval.backends import ContextResult, TransformersBackend
 from gatesight_eval.items import Item, Question
 from gatesight_eval.methods import Method, ScorerFactory, calibration_ids, cells_of
@@ -315,7 +314,6 @@ ERRORS = {
     "--suite scbench --method random --max-turns 0": "max_turns is a number of questions",
     "--suite scbench-kvzip --method random": "needs --tasks",
     "--model ./nowhere --suite toy": "--model ./nowhere: no such folder",
-    f"{TOY} --method random --dtype nn": "--dtype nn: no data type of torch",
     f"{TOY} --method random --whole-blocks": "are for --backend vllm",
     f"{TOY} --backend vllm": "use an environment for it alone, as `make vllm` does",
 }
@@ -326,7 +324,7 @@ def test_errors_are_one_line_that_names_the_mend(
     command: str, solver: tuple[Any, Any], tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if "--model" not in command:
-        monkeypatch.setattr(cli, "_load", lambda name, dtype: solver)
+        monkeypatch.setattr("gatesight_hf.loading.load_named", lambda name, dtype: solver)
     monkeypatch.chdir(tmp_path)
     assert main(["evaluate", "--out", "run", *command.split()]) == 1
     *before, line = capsys.readouterr().err.splitlines()
@@ -369,9 +367,14 @@ def test_a_stop_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     def stop(name: str, dtype: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_load", stop)
+    monkeypatch.setattr("gatesight_hf.loading.load_named", stop)
     assert main(["evaluate", "--suite", "toy", "--out", "never"]) == 130
     assert capsys.readouterr().err.splitlines()[-1].startswith("gatesight: stopped")
+
+
+def test_data_types_are_those_of_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "--suite", "toy", "--dtype", "nn", "--out", "never"]) == 1
+    assert "--dtype nn: no data type of torch" in capsys.readouterr().err
 
 
 def test_serving_without_vllm_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:

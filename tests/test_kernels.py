@@ -199,6 +199,18 @@ def check_scores(case: tuple[Any, ...], device: str) -> None:
     check(found, plain_scores(torch.float64, x, ages, *parameters), plain_scores(dtype, x, ages, *parameters))
 
 
+@pytest.mark.parametrize("first", [1, 100, 150])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.usefixtures("backend")
+def test_the_last_tokens_of_a_context_are_scored_as_in_the_whole(dtype, first, device):
+    blocks, parameters = score_inputs((200, 4, (2, 1), 2, 16, True, "usual", dtype), device)
+    mlp = kernels.pack_mlp(*parameters, ages=True, dtype=kernels.packed_dtype(blocks[0]), device=device)
+    found = kernels.score_entries([block[first:] for block in blocks], mlp, first)
+    torch.testing.assert_close(found, kernels.score_entries(blocks, mlp)[:, first:], rtol=1e-5, atol=1e-5)
+    at_start = kernels.score_entries([block[first:] for block in blocks], mlp)
+    assert (found - at_start).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.usefixtures("backend")
 def test_what_is_no_number_stays_none(dtype, device):

@@ -49,7 +49,7 @@ def kvzip(model: Any, **options: Any) -> KVzip:
 
 def tensors_of(cache: GateSightCache) -> list[Tensor]:
     """Everything that a cache holds: entries, GDN states, records."""
-    layers = [layer._tensors() for layer in cache.attention_layers]
+    layers = [layer.state() for layer in cache.attention_layers]
     states = [[*layer.conv_states.values(), *layer.recurrent_states.values()] for layer in cache.gdn_layers]
     held = [tensor for layer in layers for tensor in layer.values()] + [s for layer in states for s in layer]
     recording = cache._recording

@@ -9,6 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import DynamicCache
 
 from gatesight_hf import CacheStateError, GateSightCache
+from gatesight_hf.errors import SessionFileError
 from gatesight_hf.layers import GateSightAttentionLayer, LatentAttentionLayer
 from gatesight_hf.quantised import dequantise, quantise
 
@@ -26,6 +27,7 @@ from .conftest import (
     steps,
     tiny_model,
 )
+from .saved_files import changed_cache
 
 pytestmark = pytest.mark.core
 
@@ -284,6 +286,84 @@ def test_children_share_codes_and_scales(dense):
         assert all(getattr(mine, name).data_ptr() == getattr(theirs, name).data_ptr() for name in names)
     after = [getattr(layer, name) for layer in cache.attention_layers for name in names]
     assert all(map(torch.equal, before, after))
+
+
+# -- growing caches and files ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("allocation", ["flat", "global"])
+def test_a_growing_cache_quantises_survivors_and_what_came_since(dense, allocation):
+    cache = compacted(dense, random_ids(CONTEXT), kept_fraction=0.5, allocation=allocation, growing=True, **INT8)
+    forward(dense, random_ids(12, seed=9), cache)
+    before = [(layer.keys, layer.values, layer.held_slots()) for layer in cache.attention_layers]
+    cache.compact()
+    for layer, (keys, values, slots) in zip(cache.attention_layers, before, strict=True):
+        assert layer.tail_length == 0 and (layer.kept_positions >= CONTEXT).any()
+        same = layer.kept_positions.unsqueeze(-1) == slots.unsqueeze(2)
+        valid = same.any(-1) if layer.kept_valid is None else layer.kept_valid.expand(1, 2, -1)
+        assert same.sum(-1)[valid].eq(1).all()
+        places = same.byte().argmax(-1, keepdim=True)
+        for held, codes, scales in (
+            (keys, layer.kept_keys, layer.key_scales),
+            (values, layer.kept_values, layer.value_scales),
+        ):
+            error = (read(codes, scales) - held.gather(2, places.expand(-1, -1, -1, 32))).abs()
+            assert (error <= 0.501 * scales[..., 0] + 1e-6)[valid].all()
+
+
+def test_a_growing_cache_that_fails_is_as_before(dense, monkeypatch):
+    cache = compacted(dense, random_ids(CONTEXT), kept_fraction=0.5, growing=True, **INT8)
+    forward(dense, random_ids(12, seed=9), cache)
+    new = random_ids(6, seed=8)
+    expected, bytes_before = forward(dense, new, cache.fork()), cache.report().kv_bytes
+    original, calls = GateSightAttentionLayer.quantise, []
+
+    def flaky(self: Any) -> None:
+        calls.append(self)
+        if len(calls) == 2:
+            raise MemoryError
+        original(self)
+
+    monkeypatch.setattr(GateSightAttentionLayer, "quantise", flaky)
+    with pytest.raises(MemoryError):
+        cache.compact()
+    assert cache.report().kv_bytes == bytes_before
+    assert torch.equal(forward(dense, new, cache.fork()), expected)
+    cache.compact()
+    assert all(layer.kept_keys.dtype == torch.int8 and not layer.tail_length for layer in cache.attention_layers)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
+@pytest.mark.parametrize("allocation", ["flat", "global"])
+def test_a_saved_cache_answers_alike(tmp_path, family, allocation):
+    model, new = tiny_model(family), random_ids(6, rows=2, seed=9)
+    ids, mask = left_padded([random_ids(CONTEXT), random_ids(17)])
+    cache = compacted(model, ids, mask=mask, kept_fraction=0.3, allocation=allocation, **INT8)
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = GateSightCache.load(tmp_path / "cache.safetensors", model)
+    assert loaded.options.entries_dtype == "int8"
+    assert loaded.report().kv_bytes == cache.report().kv_bytes
+    given = padded(torch.cat([mask, torch.ones_like(new)], 1), 6)
+    assert torch.equal(forward(model, new, loaded, **given), forward(model, new, cache, **given))
+
+
+WRONG = {
+    "no scales": lambda tensors, _: tensors.pop("layers.3.key_scales"),
+    "scales of others": lambda tensors, _: tensors.update({"layers.3.key_scales": tensors["layers.7.value_scales"]}),
+    "half scales": lambda tensors, _: tensors.update({"layers.3.key_scales": tensors["layers.3.key_scales"].half()}),
+    "scales that are no numbers": lambda tensors, _: tensors["layers.3.value_scales"].fill_(torch.nan),
+    "scales of entries that are not quantised": lambda tensors, _: tensors.update(
+        {"layers.3.kept_keys": tensors["layers.3.kept_keys"].float()}
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_file_with_wrong_scales_is_refused(dense, tmp_path, wrong):
+    compacted(dense, random_ids(CONTEXT), kept_fraction=0.3, **INT8).save(tmp_path / "right.safetensors")
+    changed_cache(tmp_path / "right.safetensors", tmp_path / "wrong.safetensors", WRONG[wrong])
+    with pytest.raises(SessionFileError, match=r"layers\.3\."):
+        GateSightCache.load(tmp_path / "wrong.safetensors", dense)
 
 
 # -- options and failures ----------------------------------------------------------------------------------------------

@@ -12,10 +12,13 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_snippets_run_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+def test_snippets_run_one_after_the_other(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # one saves a file
     names: dict[str, Any] = {}
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     for block in blocks:
         exec(block, names)
     assert names["tokenizer"].decode(names["output"][0, -4:]) == "4 8 2 1"

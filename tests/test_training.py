@@ -169,8 +169,8 @@ def test_train_command_writes_a_folder_that_loads(
     from gatesight_hf import reference
     from gatesight_hf.training import run
 
-    monkeypatch.setattr(run, "load_model", lambda: dense)
-    monkeypatch.setattr(run, "load_tokenizer", lambda: SmallVocabulary(reference.load_tokenizer()))
+    pair = dense, SmallVocabulary(reference.load_tokenizer())
+    monkeypatch.setattr(run, "load_named", lambda name: pair)
     arguments = ["train", "--model", "reference", "--out", str(tmp_path / "estimator"), "--length", "48"]
     arguments += ["--train-documents", "3", "--eval-documents", "2", "--continuations", "2", "--epochs", "2", "--json"]
     assert main(arguments) == 0

@@ -37,6 +37,7 @@ from gatesight_hf.methods import KeyDiff
 from gatesight_hf.reference import documents
 from gatesight_hf.scoring import Scores
 from gatesight_hf.vllm import pages, worker
+from gatesight_hf.vllm.messages import Asked, OpenOptions
 from gatesight_hf.vllm.metrics import COUNTERS, SessionStats
 from gatesight_hf.vllm.pages import Pages
 from gatesight_hf.vllm.support import UnsupportedVLLMError, check_engine
@@ -298,6 +299,105 @@ def test_a_compaction_that_fails_costs_its_session_only(engine, monkeypatch):
     assert not any(bool(table[1:].any()) for table in get_kv_transfer_group().evicted.values())
 
 
+def under_way(engine: Any, request_id: str, prompt: list[int], sampling: SamplingParams, **about: Any) -> None:
+    """Add a request without waiting for its end."""
+    tagged = sampling.clone()
+    tagged.extra_args = {"kv_transfer_params": about}
+    engine.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, tagged)
+
+
+def reasons(engine: Any, steps: int = 60) -> dict[str, Any]:
+    """How all requests under way end, by id."""
+    found: dict[str, Any] = {}
+    inner = engine.llm.llm_engine
+    while inner.has_unfinished_requests() and (steps := steps - 1):
+        found |= {out.request_id: out.outputs[0].finish_reason for out in inner.step() if out.finished}
+    assert steps, "requests wait for ever"
+    return found
+
+
+def test_log_probabilities_of_a_prompt_are_refused_where_it_is_not_run(engine):
+    """vLLM would run the whole prompt into the few blocks of a child, and serve what was refused."""
+    before = free_blocks(engine)
+    session = engine.open(CONTEXT_IDS)
+    sampling = GREEDY.clone()
+    sampling.prompt_logprobs = 1
+    with pytest.raises(RuntimeError, match="no log-probabilities of its prompt"):
+        engine.ask(session, QUESTIONS[:1], sampling)
+    engine.drop(session)
+    with pytest.raises(RuntimeError, match="no such session"):
+        engine.ask(session, QUESTIONS[:1], sampling)
+    assert free_blocks(engine) == before
+
+
+def test_a_refused_request_does_not_wait_for_blocks_of_idle_sessions(engine):
+    connector, once = scheduler(engine).connector, SamplingParams(max_tokens=1)
+    before, refusals = free_blocks(engine), connector._sessions.stats.data.get("refusals", 0)
+    for i in range(5):
+        under_way(engine, f"full-{i}", ids(20, i), once, gatesight="open", session=f"full-{i}")
+        reasons(engine)
+    managers = len(connector._managers())
+    assert free_blocks(engine) < managers
+    under_way(engine, "refused", CONTEXT_IDS, once, gatesight="ask", session="none")
+    under_way(engine, "behind", ids(20, 9), once)
+    assert reasons(engine) == {"refused": "error", "behind": "length"}
+    assert connector._sessions.stats.data.get("refusals", 0) <= refusals + 1
+    for i in range(5):
+        connector._sessions.drop(f"full-{i}")
+    assert free_blocks(engine) == before
+
+
+@pytest.mark.parametrize(("names", "free", "ends"), [("ab", 9, ["length", "error"]), ("a", 7, ["error"])])
+def test_children_do_not_wait_for_ever_for_blocks_of_their_own_sessions(engine, monkeypatch, names, free, ends):
+    """One runs until it lacks a block that the other's session has; or its own session leaves it none."""
+    connector, pool = scheduler(engine).connector, scheduler(engine).kv_cache_manager.block_pool
+    before, length = free_blocks(engine), 3 * connector._block_size - 47
+    sampling = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, detokenize=False)
+    contexts = {name: ids(length, seed) for seed, name in enumerate(names)}
+    for name, context in contexts.items():
+        engine.open(context, name, kept_fraction=1.0)
+    taken = pool.get_new_blocks(free_blocks(engine) - free)  # the pool of a smaller engine
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "num_gpu_blocks", pool.num_gpu_blocks - len(taken))
+        for name, context in contexts.items():
+            under_way(engine, name, context + ids(5, 7), sampling, gatesight="ask", session=name)
+        assert reasons(engine, 400) == dict(zip(names, ends, strict=True))
+    pool.free_blocks(taken)
+    for name in names:
+        connector._sessions.drop(name)
+    assert free_blocks(engine) == before and not connector._sessions._leaving
+    assert answer(engine.llm.generate([{"prompt_token_ids": ids(20, 1)}], GREEDY, use_tqdm=False)[0])
+    assert not any(bool(table.any()) for table in get_kv_transfer_group().evicted.values())
+
+
+def test_gauges_follow_the_last_child_of_a_dropped_session(engine, monkeypatch):
+    connector, told = scheduler(engine).connector, []
+    plain = connector.get_kv_connector_stats
+    monkeypatch.setattr(connector, "get_kv_connector_stats", lambda: told.append(plain()) or told[-1])
+    session = engine.open(CONTEXT_IDS)
+    about = {"gatesight": "ask", "session": session.session_id}
+    under_way(engine, "last", CONTEXT_IDS + QUESTIONS[0], GREEDY, **about)
+    for _ in range(3):
+        engine.llm.llm_engine.step()
+    connector._sessions.drop(session.session_id)
+    assert reasons(engine) == {"last": "length"}
+    engine.llm.generate([{"prompt_token_ids": ids(20, 1)}], GREEDY, use_tqdm=False)
+    levels = [stats.data for stats in told if stats is not None]
+    assert [at["session_blocks"] for at in levels if at["sessions"] == 0][-2:] == [session.blocks, 0]
+
+
+def test_options_of_a_scorer_go_with_it():
+    options = OpenOptions(scorer="random", scorer_options={"seed": 1})
+    assert options.updated({"kept_fraction": 0.5}).scorer_options == {"seed": 1}
+    assert options.updated({"scorer": "keydiff"}).scorer_options == {}
+    assert options.updated({"scorer": "streaming_llm", "scorer_options": {"sinks": 2}}).scorer_options == {"sinks": 2}
+
+
+@pytest.mark.parametrize("session", [None, 0, ["a"], {"a": 1}], ids=str)
+def test_an_id_is_text(session):
+    assert Asked.of({"gatesight": "open", "session": session}).session_id == ""
+
+
 def test_what_happens_is_counted(engine, monkeypatch):
     counted = SessionStats()
     connector = scheduler(engine).connector
@@ -329,6 +429,18 @@ def test_what_happens_is_counted(engine, monkeypatch):
     assert all(found[f"{name}_seconds"] == pytest.approx(session.seconds[name]) for name in session.seconds)
     assert found["sessions"] == found["session_blocks"] == 0
     assert set(found) <= {*COUNTERS, "sessions", "session_blocks"}
+
+
+def test_a_new_session_stays_though_all_others_are_in_use(engine, monkeypatch):
+    sessions = scheduler(engine).connector._sessions
+    monkeypatch.setattr(sessions, "_most", 1)
+    old = engine.open(CONTEXT_IDS, "old")
+    sessions.get("old").users.add("somebody")
+    new = engine.open(ids(700, 9), "new")
+    sessions.release("somebody")
+    newer = engine.open(ids(600, 9), "newer")
+    assert [name for name in ("old", "new", "newer") if sessions.get(name)] == ["newer"]
+    assert not engine.drop(old) and not engine.drop(new) and engine.drop(newer)
 
 
 def test_a_session_makes_room_for_newer_ones(engine):

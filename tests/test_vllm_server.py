@@ -1,5 +1,7 @@
 """`gatesight serve`: many clients over loopback, against solo runs of the same server, in processes of their own."""
 
+import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -20,6 +22,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: see `make test-vllm`"
 import httpx
 
 from gatesight_hf.reference import ESTIMATOR_PATH, MODEL_PATH, documents
+from gatesight_hf.vllm.server import SessionMiddleware
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = {name: documents.needles(Random(seed), 1024, count=8, asked=8) for seed, name in enumerate(("one", "two"))}
@@ -78,10 +81,12 @@ def server() -> Iterator[Server]:
     # vLLM's processes spin on their cores.
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    with subprocess.Popen([*command, *OPTIONS.split(), "--port", str(port)], env=environment) as process:
+    command += [*OPTIONS.split(), "--port", str(port)]
+    # A group of its own, so that its engine does not outlive it.
+    with subprocess.Popen(command, env=environment, start_new_session=True) as process:
         running = Server(port, process)
         try:
-            deadline = time.monotonic() + 300
+            deadline = time.monotonic() + 600
             while not _healthy(running):
                 assert process.poll() is None, "the server ended"
                 assert time.monotonic() < deadline, "the server did not start"
@@ -89,10 +94,10 @@ def server() -> Iterator[Server]:
             yield running
         finally:
             process.send_signal(signal.SIGINT)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _healthy(server: Server) -> bool:
@@ -167,15 +172,53 @@ def test_requests_that_cannot_be_served_say_why(server):
     assert "no options ['kept']" in error(400, prompt, gatesight="open", session="one", kept=0.1)
     assert "No scorer 'other'" in error(400, prompt, gatesight="open", session="one", scorer="other")
     server.open("one")
+    assert "No scorer 'other'" in error(400, prompt, gatesight="open", session="one", scorer="other")
+    assert "one of open, ask" in error(400, prompt, gatesight="open", session=None)
     assert "the same 1024 tokens, and a question" in error(400, "another text", gatesight="ask", session="one")
     about = {"gatesight": "ask", "session": "two"}
     stream = server.complete(prompt, about, stream=True)
     assert "no such session" in stream.text and stream.text.rstrip().endswith("[DONE]")
+    refused = [
+        ({"prompt": [prompt, "another text"]}, {"gatesight": "open", "session": "two"}, "one prompt opens a session"),
+        ({"use_beam_search": True}, {"gatesight": "ask", "session": "one"}, "beam search does not carry"),
+        ({"echo": True, "logprobs": 1}, {"gatesight": "ask", "session": "one"}, "no log-probabilities of its prompt"),
+        ({"echo": True, "logprobs": 1}, {"gatesight": "ask", "session": "two"}, "no such session"),
+    ]
+    for options, about, why in refused:
+        response = server.complete(**{"prompt": prompt, "about": about, **options})
+        assert response.status_code in (400, 404) and why in response.json()["error"]["message"]
     assert server.client.get("/gatesight/sessions/two").status_code == 404
     assert server.client.delete("/gatesight/sessions/two").status_code == 404
     assert server.client.put("/gatesight/sessions/one").status_code == 405
     assert server.client.delete("/gatesight/sessions/one").status_code == 200
     assert server.process.poll() is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_has_the_words_of_an_error_is_passed_on(stream):
+    says = {"choices": [{"text": "Internal server error"}]}
+    body = b"data: " + json.dumps(says).encode() + b"\n\n" if stream else json.dumps(says).encode()
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    async def receive() -> Any:
+        about = {"gatesight": "ask", "session": "one"}
+        return {"type": "http.request", "body": json.dumps({"kv_transfer_params": about}).encode()}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def refused(*args: Any) -> Any:
+        return 200, {"report": None, "refusal": "of somebody else"}
+
+    middleware = SessionMiddleware(app)
+    middleware._about = refused  # type: ignore[method-assign]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    asyncio.run(middleware(scope, receive, send))
+    assert sent[-1]["body"] == body
 
 
 def test_the_metrics_count_what_happened(server):
@@ -195,7 +238,7 @@ def test_the_metrics_count_what_happened(server):
 
 def test_the_client_example_runs(server):
     command = [sys.executable, str(ROOT / "examples" / "vllm_client.py"), server.url]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
     answers = [line.partition("-> ")[2].split(" | expected: ") for line in run.stdout.splitlines() if "-> " in line]
     assert len(answers) == 4 and all(found == right for found, right in answers)
@@ -207,7 +250,7 @@ def test_the_offline_example_runs():
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     command = [sys.executable, str(ROOT / "examples" / "vllm_offline.py")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert run.returncode == 0, run.stderr
     answers = [line.partition("-> ")[2].split(" | expected: ") for line in run.stdout.splitlines() if "-> " in line]
     assert len(answers) == 4 and all(found == right for found, right in answers)

@@ -130,11 +130,13 @@ def _evaluate(args: argparse.Namespace) -> None:
 
 def _transformers_backend(args: argparse.Namespace) -> "tuple[Backend, Callable[[], list[str]], dict[str, Any]]":
     """The backend, its default rows, and the options of its scorers."""
+    from gatesight_hf.loading import load_named
+
     from .backends import TransformersBackend
 
     if args.engine_options or args.whole_blocks:
         raise ValueError("--engine-options and --whole-blocks are for --backend vllm.")
-    model, tokenizer = _load(args.model, args.dtype)
+    model, tokenizer = load_named(args.model, args.dtype)
     scorers = _scorers(args, model, tokenizer)
     rows = args.rows or (16 if args.model == "reference" else 1)
     backend = TransformersBackend(model, tokenizer, scorers, args.model, args.prefill_chunk_size, rows)
@@ -202,24 +204,6 @@ def _fractions(text: str) -> list[float]:
         raise ValueError(f"--kept {text}: {error}") from error
 
 
-def _load(name: str, dtype: str | None) -> tuple[Any, Any]:
-    import torch
-
-    from gatesight_hf import reference
-
-    if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ValueError(f"--dtype {dtype}: no data type of torch; give bfloat16, float16 or float32.")
-    if name == "reference":
-        return reference.load_model(dtype=getattr(torch, dtype or "float32")), reference.load_tokenizer()
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    if name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir():
-        raise FileNotFoundError(f"--model {name}: no such folder.")
-    placement = {"device_map": "auto"} if torch.cuda.is_available() else {}
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", **placement).eval()
-    return model, AutoTokenizer.from_pretrained(name)
-
-
 def _estimators(args: argparse.Namespace) -> dict[str, Path]:
     """Folders by the name of their row."""
     from gatesight_hf import reference
@@ -239,7 +223,8 @@ def _scorers(args: argparse.Namespace, model: Any, tokenizer: Any) -> Any:
     import torch
 
     from gatesight_hf import reference
-    from gatesight_hf.training.run import HIDDEN_STATES_FOLDER, reference_texts
+    from gatesight_hf.methods.hidden import HIDDEN_STATES_FOLDER
+    from gatesight_hf.training.run import reference_texts
 
     from .methods import ScorerFactory, calibration_ids
 

@@ -64,12 +64,17 @@ def _gate(summary: dict[str, Any]) -> str:
 
 
 def _means(name: str, group: dict[str, Any]) -> str:
-    table = group["mean"]
-    fractions = _fractions(table)
     title = "Gated mean" if name == "gated mean" else f"Family: {name}"
     if not group["tasks"]:
         return f"## {title}\n\nNo task counts, so there is no mean."
-    lines = [f"## {title}", "", f"Tasks: {', '.join(group['tasks'])}. "]
+    return f"## {title}\n\n{group_means(group)}"
+
+
+def group_means(group: dict[str, Any]) -> str:
+    """Tasks, controls, and the table of a group's means: methods × kept fractions."""
+    table = group["mean"]
+    fractions = _fractions(table)
+    lines = [f"Tasks: {', '.join(group['tasks'])}. "]
     lines[-1] += f"Full cache {_interval(table[FULL]['1'])}, emptied {_interval(table[EMPTY]['0'])}."
     lines += ["", table_header(["kept fraction", *fractions])]
     for method, cells in table.items():

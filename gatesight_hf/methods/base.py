@@ -28,9 +28,15 @@ class Row:
         return self.prefill.lengths[self.index]
 
     @property
+    def first(self) -> int:
+        """Position of the first of them: 0 unless a growing cache was compacted before."""
+        return self.prefill.first(self.index)
+
+    @property
     def next_position(self) -> int:
         """Of the token after the row."""
-        return self.length if self.prefill.next_positions is None else self.prefill.next_positions[self.index]
+        known = self.prefill.next_positions
+        return self.first + self.length if known is None else known[self.index]
 
     @property
     def spec(self) -> HybridSpec:

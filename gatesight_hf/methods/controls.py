@@ -25,7 +25,8 @@ class RandomScorer:
     def score(self, prefill: Prefill) -> list[Tensor]:
         scores = []
         for ordinal, keys in enumerate(prefill.keys):
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + ordinal)
+            drawn = self.seed * 1_000_003 + ordinal + 7919 * sum(prefill.before)  # others for later tokens
+            generator = torch.Generator().manual_seed(drawn)
             scores.append(torch.rand(keys.shape[:3], generator=generator).to(keys.device))
         return scores
 
@@ -43,7 +44,7 @@ class OracleScorer:
 
     model: Any = field(repr=False)
     continuations: tuple[tuple[int, ...], ...] = field(repr=False)
-    needs: ClassVar[Needs] = Needs()
+    needs: ClassVar[Needs] = Needs(whole=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OracleScorer":
         # It never changes, and a copied cache should not bring a copy of the model.

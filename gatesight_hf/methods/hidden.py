@@ -11,6 +11,8 @@ from ..mlp import CONFIG_NAME, MLPConfig, MLPScorer
 from ..scoring import Needs, Prefill
 
 KIND = "hidden_states"
+#: Folder of such a scorer within an estimator's.
+HIDDEN_STATES_FOLDER = "hidden_states"
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..scoring import Needs
 from .base import Row, RowScorer, positive, protect
 
 
@@ -47,6 +48,10 @@ class LagKV(RowScorer):
         positive("sinks", self.sinks, least=0)
         positive("lag", self.lag)
 
+    @property
+    def needs(self) -> Needs:
+        return Needs(whole=True)
+
     def score_row(self, row: Row, ordinal: int) -> Tensor:
         keys, values = row.keys(ordinal), row.values(ordinal)
         partitions = (row.length - self.sinks) // self.lag
@@ -83,5 +88,5 @@ class StreamingLLM(RowScorer):
         positive("sinks", self.sinks, least=0)
 
     def score_row(self, row: Row, ordinal: int) -> Tensor:
-        positions = torch.arange(row.length, device=row.prefill.keys[ordinal].device, dtype=torch.float32)
-        return protect(positions.repeat(row.spec.num_key_value_heads, 1), first=self.sinks)
+        positions = row.first + torch.arange(row.length, device=row.prefill.keys[ordinal].device, dtype=torch.float32)
+        return protect(positions.repeat(row.spec.num_key_value_heads, 1), first=max(0, self.sinks - row.first))

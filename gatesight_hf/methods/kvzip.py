@@ -45,7 +45,7 @@ class KVzip:
     sinks: int = 4
     prompts: tuple[str, str] = (FIRST_PROMPT, LATER_PROMPT)
     suffix: str = "\n"
-    needs: ClassVar[Needs] = Needs()
+    needs: ClassVar[Needs] = Needs(whole=True)
 
     def __post_init__(self) -> None:
         positive("chunk", self.chunk)

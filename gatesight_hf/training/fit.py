@@ -207,12 +207,14 @@ class Fitted:
         hidden_states: The same MLPs on hidden states; None if those were not collected.
         metrics: By method, on held-out documents.
         best_single_signals: Per layer and head, the name of the best single signal.
+        methods: What was measured, to measure on other documents.
     """
 
     estimator: Estimator
     hidden_states: HiddenStateScorer | None
     metrics: dict[str, dict[str, float]]
     best_single_signals: list[list[str]]
+    methods: dict[str, ScoreFunction]
 
 
 def fit(
@@ -266,7 +268,7 @@ def fit(
         ]
         for j, layer in enumerate(singles)
     ]
-    return Fitted(Estimator(config, _named(mlps)), hidden_scorer, evaluate(held_out, methods), names)
+    return Fitted(Estimator(config, _named(mlps)), hidden_scorer, evaluate(held_out, methods), names, methods)
 
 
 def _named(layers: list[dict[str, Tensor]]) -> dict[str, Tensor]:

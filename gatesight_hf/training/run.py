@@ -6,8 +6,7 @@ import json
 import platform
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,18 @@ import torch
 import transformers
 
 from .. import __version__
+from ..cards import estimator_card
 from ..estimator import EstimatorConfig
 from ..hybrid import HybridSpec
-from ..methods.hidden import HiddenStateConfig
+from ..identity import weights_digest
+from ..loading import REFERENCE, load_named
+from ..methods.hidden import HIDDEN_STATES_FOLDER, HiddenStateConfig
 from ..reference import documents as reference_documents
-from ..reference import load_model, load_tokenizer
 from .collect import Sampling, collect
 from .fit import FitOptions, fit
 
 #: The shortest text worth a document, as a share of the asked length.
 SHORTEST_SHARE = 0.25
-#: Folder of the scorer on hidden states within the estimator's.
-HIDDEN_STATES_FOLDER = "hidden_states"
 #: Options that count something.
 POSITIVE_OPTIONS = (
     "train_documents",
@@ -117,27 +116,45 @@ def claim_folder(folder: Path, settings: dict[str, Any]) -> None:
     record.write_text(text)
 
 
-def train_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Collect, fit, measure and write. Returns what `metrics.json` holds."""
-    for option in POSITIVE_OPTIONS:
-        if getattr(args, option) < 1:
-            raise ValueError(f"--{option.replace('_', '-')} must be at least 1, got {getattr(args, option)}.")
-    is_reference = args.model == "reference"
-    if is_reference:
-        model, tokenizer, name = load_model(), load_tokenizer(), "gatesight-reference"
-        texts = reference_texts(args.length, args.seed) if not args.documents else read_texts(args.documents)
-    else:
-        if not args.documents:
-            raise ValueError("--documents is needed for any model but 'reference'.")
-        if args.model.startswith(("/", ".", "~")) and not Path(args.model).expanduser().is_dir():
-            raise FileNotFoundError(f"--model {args.model}: no such folder.")
-        placement = {"device_map": "auto"} if torch.cuda.is_available() else {}
-        model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype="auto", **placement).eval()
-        tokenizer, name = transformers.AutoTokenizer.from_pretrained(args.model), args.model
-        texts = read_texts(args.documents)
-    spec = HybridSpec.from_config(model.config)
-    config = EstimatorConfig.for_model(spec, name, args.window, args.hidden_size)
+@dataclass(frozen=True)
+class Collected:
+    """Documents of a model, ready to fit on.
 
+    Attributes:
+        model: The model; `name` on cards and in files.
+        spec: Its layout.
+        settings: Of the collection.
+        train, held_out: Shards of different documents.
+        longer: Shards of longer documents; empty unless asked for.
+    """
+
+    model: Any
+    name: str
+    spec: HybridSpec
+    settings: dict[str, Any]
+    train: list[Path]
+    held_out: list[Path]
+    longer: list[Path]
+
+
+def collect_from_arguments(args: argparse.Namespace, longer_documents: int = 0, longer_length: int = 0) -> Collected:
+    """Load the model, read or make the documents, and collect their shards.
+
+    Args:
+        args: As `gatesight train` has them.
+        longer_documents, longer_length: How many longer documents to collect besides, and of how many tokens.
+
+    Raises:
+        ValueError: Options out of range, too few documents, or data of other settings in the folder.
+    """
+    for option in POSITIVE_OPTIONS:
+        if hasattr(args, option) and getattr(args, option) < 1:
+            raise ValueError(f"--{option.replace('_', '-')} must be at least 1, got {getattr(args, option)}.")
+    is_reference = args.model == REFERENCE
+    if not is_reference and not args.documents:
+        raise ValueError("--documents is needed for any model but 'reference'.")
+    model, tokenizer = load_named(args.model)
+    name = "gatesight-reference" if is_reference else args.model
     prompts = args.prompt or (["question :"] if is_reference else [""])
     sampling = Sampling(
         continuations=args.continuations,
@@ -155,21 +172,46 @@ def train_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "hidden_states": args.hidden_states,
     }
     claim_folder(data, settings)
-    # One stream of different documents feeds both, so that they are disjoint; only one is in memory at a time.
-    documents = tokenized(texts, tokenizer, args.length)
-    count, held_count = args.train_documents, args.eval_documents
-    gather = partial(collect, model, hidden_states=args.hidden_states)
-    train = gather(islice(documents, count), data / "train", sampling, "train documents", count)
-    sampling = replace(sampling, seed=sampling.seed + 1_000_000)
-    held_out = gather(islice(documents, held_count), data / "eval", sampling, "eval documents", held_count)
-    found, wanted = len(train) + len(held_out), count + held_count
-    if found < wanted:
-        raise ValueError(
-            f"Only {found} different documents of at least {int(SHORTEST_SHARE * args.length)} tokens were found, "
-            f"{wanted} are asked for: give more or longer texts, or lower --train-documents, --eval-documents or "
-            "--length."
-        )
 
+    used: set[tuple[int, ...]] = set()
+
+    def documents_of(length: int, seed: int) -> Iterator[list[int]]:
+        """Those that do not begin as one that was given before, which are `args.length` tokens long."""
+        texts = read_texts(args.documents) if args.documents else reference_texts(length, seed)
+        for ids in tokenized(texts, tokenizer, length):
+            beginning = tuple(ids[: args.length])
+            if beginning not in used:
+                used.add(beginning)
+                yield ids
+
+    def gather(kind: str, documents: Iterator[list[int]], count: int, length: int, seed: int) -> list[Path]:
+        chosen, sampled = islice(documents, count), replace(sampling, seed=seed)
+        shards = collect(model, chosen, data / kind, sampled, f"{kind} documents", count, args.hidden_states)
+        if len(shards) < count:
+            raise ValueError(
+                f"Only {len(shards)} different documents of at least {int(SHORTEST_SHARE * length)} tokens were found "
+                f"for {kind}, {count} are asked for: give more or longer texts, or lower --train-documents, "
+                "--eval-documents or --length."
+            )
+        return shards
+
+    # One stream of different documents feeds both, so that they are disjoint; only one is in memory at a time.
+    documents, seed = documents_of(args.length, args.seed), args.seed
+    train = gather("train", documents, args.train_documents, args.length, seed)
+    held_out = gather("eval", documents, args.eval_documents, args.length, seed + 1_000_000)
+    longer = []
+    if longer_documents:
+        documents = documents_of(longer_length, seed + 2_000_000)
+        longer = gather("longer", documents, longer_documents, longer_length, seed + 2_000_000)
+    return Collected(model, name, HybridSpec.from_config(model.config), settings, train, held_out, longer)
+
+
+def train_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Collect, fit, measure and write. Returns what `metrics.json` holds."""
+    collected = collect_from_arguments(args)
+    model, name, spec, settings = collected.model, collected.name, collected.spec, collected.settings
+    train, held_out = collected.train, collected.held_out
+    config = EstimatorConfig.for_model(spec, name, args.window, args.hidden_size)
     hidden_config = None
     if args.hidden_states:
         hidden_config = HiddenStateConfig.for_model(spec, name, model.config.hidden_size, args.hidden_size)
@@ -196,18 +238,8 @@ def train_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
     if fitted.hidden_states is not None:
         fitted.hidden_states.save_pretrained(args.out / HIDDEN_STATES_FOLDER)
     (args.out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
-    (args.out / "README.md").write_text(card(metrics))
+    (args.out / "README.md").write_text(estimator_card(metrics), encoding="utf-8")
     return metrics
-
-
-def weights_digest(model: Any) -> str:
-    """A short digest of up to 64 values of every parameter: tells checkpoints of one layout apart."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        if parameter.device.type != "meta":
-            values = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)]
-            digest.update(name.encode() + values.float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def format_metrics(metrics: dict[str, Any]) -> str:
@@ -216,44 +248,3 @@ def format_metrics(metrics: dict[str, Any]) -> str:
     for name, row in metrics["held_out"].items():
         lines.append(f"{name:20} {row['overlap@10']:10.3f} {row['mass@10']:8.3f} {row['spearman']:9.3f}")
     return "\n".join(lines)
-
-
-def card(metrics: dict[str, Any]) -> str:
-    """The Hub card of an estimator, from its metrics alone."""
-    rows = "\n".join(
-        f"| {name} | {row['overlap@10']:.3f} | {row['mass@10']:.3f} | {row['spearman']:.3f} |"
-        for name, row in metrics["held_out"].items()
-    )
-    return f"""---
-library_name: gatesight_hf
-license: apache-2.0
-base_model: {metrics["base_model"]}
-tags:
-- kv-cache
-- gated-deltanet
-- gatesight
----
-
-# GateSight estimator for {metrics["base_model"]}
-
-Predicts from Gated-DeltaNet signals which KV entries of a context will matter later.
-{metrics["parameters"]:,} parameters; model layout `{metrics["fingerprint"]}`.
-
-```python
-from gatesight_hf import GateSightCache
-
-cache = GateSightCache.from_pretrained("path/to/this/folder", model=model, kept_fraction=0.1)
-model.generate(**inputs, past_key_values=cache)
-```
-
-## Measured on {metrics["eval_documents"]} held-out documents of up to {metrics["document_tokens"]} tokens
-
-| scores | overlap@10 | utility mass in the top 10 % | Spearman |
-|---|---|---|---|
-{rows}
-
-Means over documents, attention layers and KV heads. Trained on {metrics["train_documents"]} other documents, seed
-{metrics["seed"]}, with {metrics["sampling"]["continuations"]} sampled continuations of {metrics["sampling"]["tokens"]}
-tokens each.
-Versions: {", ".join(f"{name} {version}" for name, version in metrics["versions"].items())}.
-"""

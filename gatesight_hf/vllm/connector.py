@@ -88,6 +88,8 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
         self._meta = StepMetadata()
         self._parents: dict[str, _Parent] = {}
         self._refused: set[str] = set()
+        #: Gauges as they were told last.
+        self._levels: dict[str, int] = {"sessions": 0, "session_blocks": 0}
         #: By session, why its last request could not be served, until it is asked for.
         self._refusals: OrderedDict[str, str] = OrderedDict()
         #: By request that drops a session, whether there was one.
@@ -111,6 +113,9 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: "Request") -> None:
         asked = Asked.by(request)
+        if asked.kind is not None:
+            # Set for prompt log-probabilities: vLLM would then ignore what a child inherits, and that it is refused.
+            request.skip_reading_prefix_cache = False
         if asked.kind == OPEN:
             self._open(request, asked)
         elif asked.kind == DROP:
@@ -139,15 +144,22 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
                 self._meta.forgotten.append(request_id)
             self._make_room(request)
             return 0, False
-        session = self._child_of(request, asked)
+        session = None if request_id in self._refused else self._child_of(request, asked)
+        if session is not None:
+            for i, manager in self._attention_managers():
+                manager.inherit(request_id, session.attention[i])
+            self._make_room(request)
+            if request_id not in session.users:
+                self._note(asked.session_id, "no blocks are left for a child beside it")
+                session = None
         if session is None:
-            # A load that fails is the one way in which a connector can refuse a request.
+            # A load that fails is the one way in which a connector can refuse a request. It needs blocks like others:
+            # where idle sessions had them all, it would wait, and all requests behind it.
             self._refused.add(request_id)
+            for _, manager in self._attention_managers():
+                manager.disinherit(request_id)
+            self._make_room(request)
             return 1, True
-        self._refused.discard(request_id)
-        for i, manager in self._attention_managers():
-            manager.inherit(request_id, session.attention[i])
-        self._make_room(request)
         return session.tokens - num_computed_tokens, False
 
     def _child_of(self, request: "Request", asked: Asked) -> Session | None:
@@ -167,6 +179,9 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
                 asked.session_id,
                 f"the prompt of a child is the session's context, the same {session.tokens} tokens, and a question",
             )
+            return None
+        if request.sampling_params is not None and request.sampling_params.prompt_logprobs is not None:
+            self._note(asked.session_id, "a child has no log-probabilities of its prompt: its context is not run again")
             return None
         self._sessions.use(session, asked.session_id, request.request_id)
         return session
@@ -188,7 +203,7 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
                 needed += manager.get_num_blocks_to_allocate(request.request_id, request.num_tokens)
             else:
                 needed += cdiv(request.num_tokens, manager.block_size)
-        self._sessions.make_room(needed)
+        self._sessions.make_room(needed, request.request_id)
 
     def has_pending_block_frees(self) -> bool:
         """Called where a running request finds no block: an idle session goes before anything is preempted."""
@@ -313,13 +328,16 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
             **{f"{name}_seconds": seconds for name, seconds in outcome.seconds.items()},
         )
         self._sessions.add(parent.session_id, session)
+        self._refusals.pop(parent.session_id, None)
 
     def get_kv_connector_stats(self) -> SessionStats | None:
         """Called on both halves; the scheduler's one counts."""
-        if self.role != KVConnectorRole.SCHEDULER or self._sessions.stats.is_empty():
+        levels = {"sessions": len(self._sessions), "session_blocks": self._sessions.blocks}
+        # The last child of a dropped session gives its blocks back, which nothing else counts.
+        if self.role != KVConnectorRole.SCHEDULER or (self._sessions.stats.is_empty() and levels == self._levels):
             return None
-        stats, self._sessions.stats = self._sessions.stats, SessionStats()
-        stats.add(sessions=len(self._sessions), session_blocks=self._sessions.blocks)
+        stats, self._sessions.stats, self._levels = self._sessions.stats, SessionStats(), levels
+        stats.add(**levels)
         return stats
 
     @classmethod

@@ -78,6 +78,7 @@ class GateSightLLM:
         ours = {name: options.pop(name) for name in vars(OpenOptions()) if name in options}
         config = engine_options(estimator, max_sessions=max_sessions, **ours)
         self.estimators = list(config["kv_transfer_config"].kv_connector_extra_config["estimators"])
+        self._options = OpenOptions(scorer=self.estimators[0]).updated(ours)
         register()
         self.llm = LLM(model=str(model), **config, **options)
         self._ids = itertools.count()
@@ -96,7 +97,7 @@ class GateSightLLM:
         """
         session_id = f"session-{next(self._ids)}" if session_id is None else session_id
         ids = self._ids_of(context)
-        given = OpenOptions().updated(options)
+        given = self._options.updated(options)
         parameters = {name: getattr(given, name) for name in options}
         self._run([ids], SamplingParams(max_tokens=1, temperature=0), OPEN, session_id, parameters)
         found = self._about(session_id, REPORT)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 OPEN, ASK, REPORT, DROP = KINDS = ("open", "ask", "report", "drop")
 #: Prompt of requests that are only about a session. Two tokens: vLLM 0.32 fails on prompts of one on some CPUs.
 NO_PROMPT = [0, 0]
+LONGEST_ID = 256
 #: Name of the scorer where an engine has one estimator.
 GATESIGHT = "gatesight"
 #: Methods that read nothing but the entries themselves, by their names in the evaluator.
@@ -94,6 +95,8 @@ class OpenOptions:
         names = [f.name for f in fields(self)]
         if unknown := sorted(set(given) - set(names)):
             raise ValueError(f"GateSight has no options {unknown}; there are {', '.join(names)}.")
+        if given.get("scorer", self.scorer) != self.scorer:
+            given = {"scorer_options": {}, **given}  # those were the other scorer's
         return replace(self, **given)
 
     def check_scorer(self, estimators: Sequence[str]) -> None:
@@ -117,7 +120,7 @@ class Asked:
 
     Attributes:
         kind: One of `KINDS`, something unknown, or None for ordinary requests.
-        session_id: Of the session that it is about.
+        session_id: Of the session that it is about; empty unless it is text of at most `LONGEST_ID` characters.
         options: The rest of its parameters.
     """
 
@@ -129,7 +132,9 @@ class Asked:
     def of(cls, parameters: Mapping[str, Any] | None) -> "Asked":
         rest = dict(parameters or {})
         kind = rest.pop("gatesight", None)
-        return cls(kind, str(rest.pop("session", "")), rest)
+        session_id = rest.pop("session", "")
+        usable = isinstance(session_id, str) and len(session_id) <= LONGEST_ID
+        return cls(kind, session_id if usable else "", rest)
 
     @classmethod
     def by(cls, request: "Request") -> "Asked":

@@ -72,6 +72,10 @@ class GateSightAttentionManager(FullAttentionManager):
         """Say, before its blocks are allocated, that a request is a child."""
         self._inherited[request_id] = inherited
 
+    def disinherit(self, request_id: str) -> None:
+        """Say, before its blocks are allocated, that a request is no child after all."""
+        self._inherited.pop(request_id, None)
+
     def is_child(self, request_id: str) -> bool:
         return request_id in self._inherited
 

@@ -25,6 +25,8 @@ ASKED_HERE = (COMPLETIONS, "/v1/chat/completions")
 SESSIONS = "/gatesight/sessions/"
 #: What vLLM says where an engine refuses a request.
 VLLM_SAYS = b"Internal server error"
+#: How an event of a stream begins that says so.
+ERROR_EVENT = b'data: {"error"'
 
 
 def serve_command(model: str, estimator: str | Path | Mapping[str, str | Path], *more: str, **config: Any) -> list[str]:
@@ -95,7 +97,11 @@ class SessionMiddleware:
         if asked is None:
             await self.app(scope, _replayed(body, receive), send)
         elif asked.kind not in KINDS or not asked.session_id:
-            text = f'GateSight: kv_transfer_params are {{"gatesight": one of {", ".join(KINDS)}, "session": its id}}.'
+            kinds = ", ".join(KINDS)
+            text = f'GateSight: kv_transfer_params are {{"gatesight": one of {kinds}, "session": its id, a text}}.'
+            await _answer(send, 400, _error(400, text))
+        elif given.get("use_beam_search"):
+            text = "GateSight: vLLM's beam search does not carry kv_transfer_params: leave use_beam_search out."
             await _answer(send, 400, _error(400, text))
         elif asked.kind == OPEN:
             await self._open(scope, receive, send, asked, given)
@@ -105,19 +111,27 @@ class SessionMiddleware:
     async def _open(self, scope: Scope, receive: Receive, send: Send, asked: Asked, given: dict[str, Any]) -> None:
         """One token, whatever was asked for, and a response with the report."""
         try:
-            OpenOptions().updated(asked.options)
+            # Options without a scorer are for the engine's, which is not known here.
+            ours = asked.options if "scorer" in asked.options else {**asked.options, "scorer_options": {}}
+            OpenOptions().updated(ours)
         except (ValueError, TypeError) as error:
             await _answer(send, 400, _error(400, f"GateSight: {error}"))
+            return
+        prompt = given.get("prompt")
+        if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
+            await _answer(send, 400, _error(400, f"GateSight: one prompt opens a session, got {len(prompt)}."))
             return
         given = {**given, "max_tokens": 1, "stream": False, "n": 1}
         for name in ("stream_options", "max_completion_tokens", "min_tokens"):
             given.pop(name, None)
         body = json.dumps(given).encode()
         status, response = await self._call(_with_length(scope, body), _replayed(body, receive))
-        if status == 200 or VLLM_SAYS.decode() in json.dumps(response):
+        served = status == 200
+        if served or VLLM_SAYS.decode() in json.dumps(response):
             _, found = await self._about(scope, asked.session_id, REPORT)
-            if found.get("report") is None:
-                why = found.get("refusal") or "it made room for others at once"
+            # Where it was not served, a report is that of an earlier session of that id.
+            if not served or found.get("report") is None:
+                why = found.get("refusal") or ("it made room for others at once" if served else "the log may say why")
                 status, response = 400, _error(400, f"GateSight: session {asked.session_id!r}: {why}.")
             else:
                 response["kv_transfer_params"] = {"session": asked.session_id, **found["report"]}
@@ -132,7 +146,11 @@ class SessionMiddleware:
             if message["type"] == "http.response.start" and message["status"] >= 500:
                 held = message
                 return
-            if message["type"] == "http.response.body" and VLLM_SAYS in message.get("body", b""):
+            # An answer may have these words too.
+            body = message.get("body", b"") if message["type"] == "http.response.body" else b""
+            events = body.split(b"\n\n")
+            failed = [event for event in events if VLLM_SAYS in event and (held or event.startswith(ERROR_EVENT))]
+            if failed:
                 _, found = await self._about(scope, asked.session_id, REPORT)
                 if found.get("refusal"):
                     status = 404 if found["report"] is None and asked.kind == ASK else 400
@@ -142,8 +160,7 @@ class SessionMiddleware:
                         return
                     # A stream has begun: its events are lines with an empty one after each.
                     event = b"data: " + json.dumps(error).encode()
-                    events = [event if VLLM_SAYS in one else one for one in message["body"].split(b"\n\n")]
-                    message = {**message, "body": b"\n\n".join(events)}
+                    message = {**message, "body": b"\n\n".join(event if one in failed else one for one in events)}
             if held is not None:
                 await send(held)
                 held = None

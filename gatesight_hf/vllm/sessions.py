@@ -68,7 +68,7 @@ class Sessions:
         """Take over one reference to each block; a session of the same id is dropped."""
         self.drop(session_id)
         self._held[session_id] = session
-        while len(self._held) > self._most and self.drop_idle():
+        while len(self._held) > self._most and self.drop_idle(spared=session_id):
             pass
 
     def find(self, session_id: str, request_id: str) -> Session | None:
@@ -86,6 +86,9 @@ class Sessions:
         """A request ended."""
         for session in (*self._held.values(), *self._leaving):
             session.users.discard(request_id)
+        self._end_unused()
+
+    def _end_unused(self) -> None:
         ended = [session for session in self._leaving if not session.users]
         self._leaving = [session for session in self._leaving if session.users]
         for session in ended:
@@ -103,13 +106,28 @@ class Sessions:
             self._give_back(session)
         return True
 
-    def drop_idle(self) -> bool:
-        """Drop the least recently used session that no request uses; False if there is none."""
-        idle = next((name for name, session in self._held.items() if not session.users), None)
+    def drop_idle(self, spared: str | None = None) -> bool:
+        """Drop the least recently used session that no request uses, but not `spared`; False if there is none."""
+        idle = next((name for name, session in self._held.items() if not session.users and name != spared), None)
         return idle is not None and self.drop(idle)
 
-    def make_room(self, blocks: int) -> None:
-        """Drop idle sessions until so many blocks are free, or none is left."""
+    def make_room(self, blocks: int, request_id: str = "") -> None:
+        """Drop idle sessions until so many blocks are free, or none is left.
+
+        Where sessions alone hold blocks and still too many, all requests wait, and for ever: then those that wait lose
+        their sessions too, the one of `request_id` last.
+        """
+        assert self.pool is not None
+        self._drop_idle_until(blocks)
+        if self.pool.get_num_free_blocks() + self.blocks < self.pool.num_gpu_blocks - 1:
+            return  # a running request will give blocks back; one block of the pool is nobody's
+        for session in sorted((*self._leaving, *self._held.values()), key=lambda one: request_id in one.users):
+            if self.pool.get_num_free_blocks() < blocks:
+                session.users.clear()
+                self._end_unused()
+                self._drop_idle_until(blocks)
+
+    def _drop_idle_until(self, blocks: int) -> None:
         assert self.pool is not None
         while self.pool.get_num_free_blocks() < blocks and self.drop_idle():
             self.stats.add(sessions_dropped=-1, sessions_made_room=1)

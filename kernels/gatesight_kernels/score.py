@@ -18,13 +18,14 @@ def packed_dtype(inputs: Tensor) -> torch.dtype:
     return inputs.dtype if runs_triton(inputs) else torch.float32
 
 
-def score_entries(blocks: Sequence[Tensor], mlp: PackedMLP) -> Tensor:
+def score_entries(blocks: Sequence[Tensor], mlp: PackedMLP, first: int = 0) -> Tensor:
     """Scores of one row's entries for all KV heads: standardise, first layer, GELU, second layer.
 
     Args:
         blocks: The inputs of T tokens, side by side: `[T, F_i]` each, F in all, of any stride between tokens. Ages are
-            computed from positions 0 … T-1 and are no part of them.
+            computed from positions and are no part of them.
         mlp: The layer's MLPs, on the same device; its `weight` in the dtype of the blocks for the Triton kernel.
+        first: Position of the first token: the context has `first + T` tokens, of which these are the last.
 
     Returns:
         `[H, T]`, float32.
@@ -42,11 +43,11 @@ def score_entries(blocks: Sequence[Tensor], mlp: PackedMLP) -> Tensor:
         from .triton_ops.score import score_entries_triton
 
         with torch.cuda.device_of(mlp.weight):
-            return score_entries_triton(blocks, mlp)
-    return score_entries_torch(blocks, mlp)
+            return score_entries_triton(blocks, mlp, first)
+    return score_entries_torch(blocks, mlp, first)
 
 
-def score_entries_torch(blocks: Sequence[Tensor], mlp: PackedMLP) -> Tensor:
+def score_entries_torch(blocks: Sequence[Tensor], mlp: PackedMLP, first: int = 0) -> Tensor:
     """The twin: see `score_entries`. 16-bit inputs are widened one tile at a time; nothing else is copied."""
     length = len(blocks[0])
     sizes = [block.shape[1] for block in blocks]
@@ -58,7 +59,8 @@ def score_entries_torch(blocks: Sequence[Tensor], mlp: PackedMLP) -> Tensor:
         stop = min(length, start + TOKENS_PER_TILE)
         hidden = mlp.bias.expand(stop - start, -1)
         if mlp.age_weight is not None:
-            hidden = torch.addmm(hidden, age_features(start, stop, length, hidden.device), mlp.age_weight)
+            ages = age_features(first + start, first + stop, first + length, hidden.device)
+            hidden = torch.addmm(hidden, ages, mlp.age_weight)
         for block, weight, of_block in zip(blocks, weights, statistics, strict=True):
             inputs = block[start:stop].float()
             if of_block is not None:

@@ -110,8 +110,10 @@ class VLLMBackend(Backend):
             request.context.ids, "evaluated", protected_prefix=prefix, whole_blocks=self._whole_blocks, **options
         )
         limits = [SamplingParams(temperature=0, max_tokens=limit, detokenize=False) for limit in request.max_new_tokens]
-        outputs = self.llm.ask(session, request.questions, limits)
-        self.llm.drop(session)
+        try:
+            outputs = self.llm.ask(session, request.questions, limits)
+        finally:
+            self.llm.drop(session)
         result = CellResult(
             cell=cell,
             answers=[self._answer(output) for output in outputs],

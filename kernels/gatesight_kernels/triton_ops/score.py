@@ -14,7 +14,7 @@ from ..packing import AGE_SCALE, PackedMLP
 BLOCK_T, BLOCK_N, BLOCK_F = 64, 128, 64
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "START"])
 def score_entries_kernel(
     x_ptrs,
     strides,
@@ -26,6 +26,7 @@ def score_entries_kernel(
     bias_out_ptr,
     out_ptr,
     T,
+    START,
     inverse_age_scale,
     SIZES: tl.constexpr,
     H: tl.constexpr,
@@ -83,9 +84,9 @@ def score_entries_kernel(
         b_w0 = tl.load(age_weight_ptr + o_c, mask=m_n, other=0.0)
         b_w1 = tl.load(age_weight_ptr + H * W + o_c, mask=m_n, other=0.0)
         b_w2 = tl.load(age_weight_ptr + 2 * H * W + o_c, mask=m_n, other=0.0)
-        b_sum += (b_age / T)[:, None] * b_w0[None, :]
+        b_sum += (b_age / (START + T))[:, None] * b_w0[None, :]
         b_sum += (tl.log(1.0 + tl.maximum(b_age, 0.0)) * inverse_age_scale)[:, None] * b_w1[None, :]
-        b_sum += (tl.log(1.0 + o_t.to(tl.float32)) * inverse_age_scale)[:, None] * b_w2[None, :]
+        b_sum += (tl.log(1.0 + (START + o_t).to(tl.float32)) * inverse_age_scale)[:, None] * b_w2[None, :]
     b_out = tl.load(weight_out_ptr + o_c, mask=m_n, other=0.0)
     b_hidden = 0.5 * b_sum * (1.0 + tl.erf(b_sum * 0.7071067811865476)) * b_out[None, :]
     b_score = tl.sum(tl.reshape(b_hidden, (BT, BH, BW)), axis=2)
@@ -119,7 +120,7 @@ def launch_options(heads: int, width: int, dtype: torch.dtype) -> dict[str, int 
     }
 
 
-def score_entries_triton(blocks: Sequence[Tensor], mlp: PackedMLP) -> Tensor:
+def score_entries_triton(blocks: Sequence[Tensor], mlp: PackedMLP, first: int = 0) -> Tensor:
     """See `score.score_entries`."""
     dtype = blocks[0].dtype
     if mlp.weight.dtype != dtype:
@@ -139,6 +140,7 @@ def score_entries_triton(blocks: Sequence[Tensor], mlp: PackedMLP) -> Tensor:
         mlp.bias_out,
         out,
         length,
+        first,
         1 / AGE_SCALE,
         SIZES=tuple(block.shape[1] for block in blocks),
         HAS_AGES=mlp.age_weight is not None,

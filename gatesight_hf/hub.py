@@ -1,0 +1,343 @@
+"""Where the files of estimators come from and go to: folders, and repos on the Hub.
+
+The only module that knows huggingface_hub. A repo is read one named file at a time, all from one commit, each size
+checked before the download; nothing of it is run or unpickled. Every way to fail has a message that says the mend.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, get_token, hf_hub_download, is_offline_mode
+from huggingface_hub.errors import (
+    DisabledRepoError,
+    FileMetadataError,
+    GatedRepoError,
+    HFValidationError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+CARD_NAME = "README.md"
+REPO_ID = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}", re.ASCII)
+LOG_IN = "log in with `hf auth login`, set HF_TOKEN or pass a token"
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """A file of a folder or a repo: path within it, bytes, and its SHA-256 where that is known without reading it."""
+
+    path: str
+    size: int
+    sha256: str | None = None
+
+
+class Folder:
+    """Files of a local folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.commit: str | None = None
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def get(self, name: str, most: int) -> Path:
+        """Path of a file.
+
+        Raises:
+            FileNotFoundError: There is none.
+            ValueError: It has more than `most` bytes.
+        """
+        path = self.path / name
+        if not path.is_file():
+            form = "no such folder" if not self.path.is_dir() else f"no {name} in that folder"
+            raise FileNotFoundError(
+                f"{str(self.path)!r}: {form}. An estimator is a folder with config.json and model.safetensors, as "
+                "`gatesight train` writes it, or a Hub repo, given as 'owner/name'."
+            )
+        if path.stat().st_size > most:
+            raise ValueError(f"{path} has {path.stat().st_size:,} bytes, where at most {most:,} make sense.")
+        return path
+
+    def files(self) -> list[FileInfo]:
+        """All files below the folder."""
+        paths = sorted(path for path in self.path.rglob("*") if path.is_file())
+        return [FileInfo(path.relative_to(self.path).as_posix(), path.stat().st_size) for path in paths]
+
+
+class Repo:
+    """Files of one commit of a model repo on the Hub; the commit is fixed by the first file.
+
+    Args:
+        repo_id: `owner/name`.
+        revision: Branch, tag or commit; None is `main`.
+        token: A token, True for the one logged in with, False for none; None uses one if there is one.
+        cache_dir: Folder of the cache; None is huggingface_hub's.
+        local_files_only: Read the cache alone. `HF_HUB_OFFLINE=1` does the same.
+    """
+
+    def __init__(
+        self,
+        repo_id: str,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+    ) -> None:
+        self.repo_id = repo_id
+        self.commit: str | None = None
+        self._revision = revision
+        self._token = token
+        self._offline = local_files_only or is_offline_mode()
+        self._options: dict[str, Any] = {
+            "token": token,
+            "cache_dir": cache_dir,
+            "local_files_only": local_files_only,
+            "library_name": "gatesight_hf",
+        }
+
+    def __str__(self) -> str:
+        return self.repo_id
+
+    def get(self, name: str, most: int) -> Path:
+        """Path of a file in the cache, downloaded if need be. Its size is asked for first.
+
+        Raises:
+            FileNotFoundError: No such repo, revision or file; or offline, and the file is not in the cache.
+            PermissionError: A gated or disabled repo, or a token that does not work.
+            ConnectionError: The Hub cannot be reached, or does not answer as it should.
+            ValueError: The file has more than `most` bytes.
+        """
+        revision = self.commit or self._revision
+        with self._explaining(name):
+            asked = hf_hub_download(self.repo_id, name, revision=revision, dry_run=True, **self._options)
+        if asked.file_size is None or asked.file_size > most:
+            size = "an unknown number of" if asked.file_size is None else f"{asked.file_size:,}"
+            raise ValueError(
+                f"{name} in the Hub repo {self.repo_id} has {size} bytes, where at most {most:,} make sense; it was "
+                "not downloaded."
+            )
+        with self._explaining(name):
+            path = Path(hf_hub_download(self.repo_id, name, revision=revision, **self._options))
+        # The cache's layout is documented: snapshots/<commit>/<name>.
+        self.commit = path.parents[name.count("/")].name
+        return path
+
+    def files(self) -> list[FileInfo]:
+        """All files of the commit; offline, those of it that are in the cache.
+
+        Raises:
+            As `get`.
+        """
+        if self._offline:
+            snapshot = Folder(self.get("config.json", 1 << 20).parent)
+            return snapshot.files()
+        with self._explaining("config.json"):
+            info = HfApi(token=self._token).model_info(
+                self.repo_id, revision=self.commit or self._revision, files_metadata=True
+            )
+        self.commit = info.sha
+        return [
+            FileInfo(file.rfilename, file.size or 0, file.lfs.sha256 if file.lfs else None)
+            for file in sorted(info.siblings or [], key=lambda file: file.rfilename)
+        ]
+
+    def _explaining(self, name: str) -> AbstractContextManager[None]:
+        return _explaining(self.repo_id, self._revision, self._token, self._offline, name)
+
+
+def open_source(source: str | Path, *, revision: str | None = None, **options: Any) -> Folder | Repo:
+    """The folder or the Hub repo that is meant.
+
+    A folder that exists is one. So is every `Path`, and text of any form but `owner/name`.
+
+    Args:
+        source: Folder or repo.
+        revision, options: See `Repo`; a folder takes no revision.
+
+    Raises:
+        ValueError: A revision of a folder.
+    """
+    path = Path(source).expanduser()
+    if isinstance(source, str) and REPO_ID.fullmatch(source) and not path.is_dir():
+        return Repo(source, revision, **options)
+    if revision is not None:
+        raise ValueError(f"revision={revision!r} is for Hub repos, given as 'owner/name'; {str(source)!r} is a folder.")
+    return Folder(path)
+
+
+@contextmanager
+def _explaining(
+    repo_id: str, revision: str | None, token: str | bool | None, offline: bool, name: str | None = None
+) -> Iterator[None]:
+    """Turn what huggingface_hub raises into built-in errors with a mend; `name`: of the file read, None for writing."""
+    try:
+        yield
+    except (HTTPError, HFValidationError, OSError) as error:
+        explained = _explained(error, repo_id, revision or "main", token, offline, name)
+        if explained is None:
+            raise
+        raise explained from error
+
+
+def _explained(
+    error: BaseException, repo_id: str, revision: str, token: str | bool | None, offline: bool, name: str | None
+) -> Exception | None:
+    """None for an error that is not of the Hub's making, such as a full disk."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    has_token = bool(token) if isinstance(token, str) or token is False else get_token() is not None
+    meant = "" if name is None else f"{repo_id!r} is no folder here, so a Hub repo is meant, but "
+    if isinstance(error, LocalTokenNotFoundError):
+        return PermissionError(f"token=True, but no token is stored: {LOG_IN}.")
+    if isinstance(error, GatedRepoError):
+        mend = "with the account of your token" if has_token else f"then {LOG_IN}"
+        return PermissionError(f"The Hub repo {repo_id} is gated: ask for access on its page, {mend}.")
+    if isinstance(error, RepositoryNotFoundError):
+        seen = "your token can see" if has_token else "can be seen without a token"
+        mend = "use a token of an account that may read it" if has_token else LOG_IN
+        return FileNotFoundError(
+            f"{meant}there is no {repo_id} on the Hub that {seen}. Check the name; if the repo is private, {mend}."
+        )
+    if isinstance(error, DisabledRepoError):
+        return PermissionError(f"The Hub repo {repo_id} has been disabled by the Hub or its owner.")
+    if isinstance(error, RevisionNotFoundError):
+        return FileNotFoundError(
+            f"The Hub repo {repo_id} has no revision {revision!r}: give a branch, a tag or a commit of it."
+        )
+    if isinstance(error, RemoteEntryNotFoundError):
+        return FileNotFoundError(
+            f"The Hub repo {repo_id} has no {name} at revision {revision!r}: an estimator has config.json and "
+            "model.safetensors. Check the name and the revision."
+        )
+    if isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled)):
+        if offline and name is None:
+            return ConnectionError(f"Nothing was sent to {repo_id}: HF_HUB_OFFLINE=1 keeps the Hub from being asked.")
+        if offline:
+            return FileNotFoundError(
+                f"{meant}{name} at revision {revision!r} is not in the cache, and offline the Hub is not "
+                "asked. Load it once without HF_HUB_OFFLINE and local_files_only, or give the cache_dir that has it."
+            )
+        if error.__cause__ is None:
+            return ConnectionError(f"{meant}{error}")
+        error = error.__cause__
+        status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, HFValidationError):
+        return ValueError(f"{repo_id!r} is neither a folder here nor a valid name of a Hub repo: {error}")
+    if status == 401 and not has_token:
+        return PermissionError(f"The Hub wants a token for {repo_id}: {LOG_IN}.")
+    if status == 401:
+        return PermissionError(
+            f"The Hub refused the token for {repo_id} as invalid or expired: give one that is valid."
+        )
+    if status == 403:
+        return PermissionError(
+            f"The token may not {'write to' if name is None else 'read'} the Hub repo {repo_id}: use one with that "
+            "right, of an account that has it too."
+        )
+    if status is not None:
+        later = "Try again later. " if status == 429 or status >= 500 else ""
+        return ConnectionError(f"The Hub answered {status} for {repo_id}. {later}{str(error).strip()}")
+    if isinstance(error, HTTPError):
+        return ConnectionError(
+            f"{meant}the Hub cannot be reached ({str(error) or type(error).__name__}). Check the network, or "
+            "HF_ENDPOINT if you use a mirror; what is in the cache loads offline too."
+        )
+    if isinstance(error, FileMetadataError):
+        return ConnectionError(f"{meant}{error}")
+    if type(error) is OSError and error.errno is None:
+        return ConnectionError(f"What the Hub sent of {name} in {repo_id} is not what it announced. Try again. {error}")
+    return None
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A file to be sent: its path in the repo and its bytes."""
+
+    path: str
+    data: bytes
+
+    @cached_property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.data).hexdigest()
+
+    @property
+    def info(self) -> FileInfo:
+        return FileInfo(self.path, len(self.data), self.sha256)
+
+
+def check_repo_id(repo_id: str) -> None:
+    """Raises ValueError unless `repo_id` has the form `owner/name`."""
+    if not REPO_ID.fullmatch(repo_id):
+        raise ValueError(f"{repo_id!r} is no name of a Hub repo: give 'owner/name'.")
+
+
+def push(
+    repo_id: str,
+    files: list[Upload],
+    *,
+    private: bool | None = None,
+    revision: str | None = None,
+    commit_message: str,
+    token: str | bool | None = None,
+    default_card: str | None = None,
+) -> str:
+    """Send files in one commit to a model repo, which is made if need be, and its branch too. Returns the commit's URL.
+
+    Args:
+        repo_id: `owner/name`.
+        files: All that is sent; what else the repo holds stays.
+        private: Of a repo that is made; None is the owner's default.
+        revision: Branch; None is `main`.
+        commit_message: Of the commit.
+        token: See `Repo`.
+        default_card: A card for a repo that has none.
+
+    Raises:
+        ValueError: A name that is none of a repo, or a card that the Hub refuses.
+        PermissionError, ConnectionError, FileNotFoundError: See `Repo.get`.
+    """
+    check_repo_id(repo_id)
+    api = HfApi(token=token, library_name="gatesight_hf")
+    with _explaining(repo_id, revision, token, is_offline_mode()):
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        if default_card is not None and not api.file_exists(repo_id, CARD_NAME, revision=revision):
+            files = [*files, Upload(CARD_NAME, default_card.encode())]
+        operations = [CommitOperationAdd(file.path, file.data) for file in files]
+        try:
+            commit = api.create_commit(repo_id, operations, commit_message=commit_message, revision=revision)
+        except RuntimeError as error:  # of the threads that upload
+            raise ConnectionError(f"The upload to {repo_id} failed; nothing was committed. {error}") from error
+    return str(commit.commit_url)
+
+
+def card_metadata(text: str) -> Mapping[str, Any]:
+    """The metadata of a card, checked as far as that goes without the Hub.
+
+    Raises:
+        ValueError: No metadata, no YAML, no licence, another library, or evaluation results of the wrong form.
+    """
+    try:
+        data = ModelCard(text).data
+    except (yaml.YAMLError, TypeError, ValueError) as error:
+        raise ValueError(f"{CARD_NAME}: its metadata cannot be read: {error}") from error
+    metadata: dict[str, Any] = data.to_dict()
+    if metadata.get("library_name") != "gatesight_hf" or not metadata.get("license"):
+        raise ValueError(f"{CARD_NAME}: its metadata must have `library_name: gatesight_hf` and a `license`.")
+    return metadata

@@ -1,0 +1,111 @@
+"""Which model, tokenizer and scorer something was made with: short texts that are equal for equal ones."""
+
+import hashlib
+import json
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from .hybrid import HybridSpec, find_modules
+
+#: Tokenized to tell tokenizers of one vocabulary apart: case, numbers, spaces, accents, other scripts, special tokens.
+SAMPLE = "The sky isn't BLUE:  1,234.5\n\tdef f(x): return x**2  # naïve Ångström 東京 тест 🙂 <|im_start|></s>"
+
+
+def weights_digest(module: nn.Module) -> str:
+    """A short digest of up to 128 values of every parameter: tells checkpoints of one layout apart.
+
+    Any training changes nearly all values, so that a sample is enough, and takes a fraction of a second where reading
+    all bytes of a 27B model takes a minute. Weights that were changed by hand in a few places may pass.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in _parameters(module):
+        values = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)]
+        digest.update(name.encode() + values.float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """`named_parameters`, also of modules that accelerate has offloaded; those that are nowhere are left out."""
+    seen = set()
+    for prefix, part in module.named_modules():
+        offloaded = getattr(getattr(part, "_hf_hook", None), "weights_map", None)
+        for name, parameter in part.named_parameters(prefix, recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            if parameter.device.type != "meta":
+                yield name, parameter
+            elif offloaded is not None:
+                yield name, offloaded[name.rpartition(".")[2]]
+
+
+def model_identity(model: Any) -> dict[str, str]:
+    """What must be equal of two models for one to go on from the other's cache.
+
+    The decoder's weights, whatever wraps it; `weights` is a digest of a sample (`weights_digest`).
+
+    Raises:
+        UnsupportedModelError: The model is no hybrid of a known family.
+    """
+    spec = HybridSpec.from_config(model.config)
+    return {
+        "model_type": spec.model_type,
+        "layout": spec.fingerprint,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "rotary": json.dumps(getattr(model.config, "rope_parameters", None), sort_keys=True, default=str),
+        "weights": weights_digest(find_modules(model, spec).decoder),
+    }
+
+
+def tokenizer_identity(tokenizer: Any) -> str:
+    """A digest of a tokenizer's vocabulary and of how it splits a sample."""
+    content = [sorted(tokenizer.get_vocab().items()), tokenizer(SAMPLE).input_ids]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a cache belongs to.
+
+    Attributes:
+        model: See `model_identity`.
+        tokenizer: See `tokenizer_identity`; None if there was none.
+        scorer: A trained scorer's own `identity` (of its weights too), or the name of its class; None if there is none.
+    """
+
+    model: dict[str, str]
+    tokenizer: str | None
+    scorer: str | None
+
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any, scorer: Any) -> "Identity":
+        return cls(
+            model=model_identity(model),
+            tokenizer=None if tokenizer is None else tokenizer_identity(tokenizer),
+            scorer=None if scorer is None else getattr(scorer, "identity", None) or type(scorer).__name__,
+        )
+
+    def difference(self, wanted: "Identity") -> tuple[str, str, str] | None:
+        """What is not as `wanted`, if anything: its name, as it is, as it is wanted. What `wanted` lacks may be any."""
+        for name, text in wanted.model.items():
+            if self.model[name] != text:
+                return f"model's {name}", self.model[name], text
+        for name in ("tokenizer", "scorer"):
+            own, text = getattr(self, name), getattr(wanted, name)
+            if text is not None and own != text:
+                return name, str(own), text
+        return None
+
+
+class ModelReference(weakref.ref[Any]):
+    """The model of a cache. Copies of the cache do not copy it, and pickles forget it."""
+
+    def __deepcopy__(self, memo: Any) -> "ModelReference":
+        return self
+
+    def __reduce__(self) -> Any:
+        return type, (None,)  # NoneType, which gives None when called, as the reference to a model that is gone
