@@ -1,4 +1,4 @@
-"""Quantised entries: error bounds, an oracle that holds what the codes say, bytes, forks, batches, failures."""
+"""Caches with quantised entries: an oracle that holds what the codes say, bytes, forks, batches, files, failures."""
 
 from typing import Any
 
@@ -11,7 +11,6 @@ from transformers import DynamicCache
 from gatesight_hf import CacheStateError, GateSightCache
 from gatesight_hf.errors import SessionFileError
 from gatesight_hf.layers import GateSightAttentionLayer, LatentAttentionLayer
-from gatesight_hf.quantised import dequantise, quantise
 
 from .conftest import (
     Oracle,
@@ -28,6 +27,7 @@ from .conftest import (
     tiny_model,
 )
 from .saved_files import changed_cache
+from .test_scales import read
 
 pytestmark = pytest.mark.core
 
@@ -35,95 +35,13 @@ CONTEXT = 43
 INT8: dict[str, Any] = {"entries_dtype": "int8"}
 
 
-# -- codes and scales --------------------------------------------------------------------------------------------------
-
-
-def read(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    out = torch.empty(codes.shape, dtype=dtype)
-    dequantise(codes, scales, out)
-    return out
-
-
-def entries_of(dtype: torch.dtype = torch.float32, tokens: int = 17) -> Tensor:
-    """`[2, 3, tokens, 8]`, with channels of large magnitude, far from zero, small and constant."""
-    entries = torch.randn(2, 3, tokens, 8, generator=torch.Generator().manual_seed(1))
-    entries *= torch.tensor([1, 1, 300, 1, 1e-3, 1, 0, 1])
-    return (entries + torch.tensor([0, 0, 0, 50, 0, -3, 7, 0])).to(dtype)
-
-
-@pytest.mark.parametrize("dim", [-2, -1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_errors_are_at_most_half_a_scale(dim, dtype):
-    entries = entries_of(dtype)
-    codes, scales = quantise(entries, dim, None)
-    assert (codes.dtype, scales.dtype) == (torch.int8, torch.float32)
-    assert scales.shape == ((2, 3, 1, 8, 2) if dim == -2 else (2, 3, 17, 1, 2))
-    exact = entries.double()
-    scale = (exact.amax(dim, keepdim=True) - exact.amin(dim, keepdim=True)) / 255
-    torch.testing.assert_close(scales[..., 0].double(), scale, rtol=1e-6, atol=1e-30)
-    rounding = 4 * torch.finfo(torch.float32).eps * exact.abs().amax(dim, keepdim=True)
-    assert ((read(codes, scales, torch.float64) - exact).abs() <= scale / 2 + rounding).all()
-    rounding = rounding + torch.finfo(dtype).eps * exact.abs().amax(dim, keepdim=True)
-    assert ((read(codes, scales, dtype).double() - exact).abs() <= scale / 2 + rounding).all()
-    # All 256 codes are there to be used, and the ends of every range with them.
-    spread = codes.masked_select((scale > 0).expand_as(codes))
-    assert (spread.min(), spread.max()) == (-128, 127)
-
-
-@pytest.mark.parametrize("dim", [-2, -1])
-def test_scales_in_bfloat16_would_not_keep_that_bound(dim):
-    entries = entries_of()
-    codes, scales = quantise(entries, dim, None)
-    error = (read(codes, scales.bfloat16().float()) - entries).abs()
-    assert (error > scales[..., 0] / 2 + 1e-3 * scales[..., 0]).any()
-
-
-def test_an_outlier_spoils_neither_other_channels_of_keys_nor_other_tokens_of_values():
-    plain = entries_of()
-    for dim, place in ((-2, (..., 5)), (-1, (..., 5, slice(None)))):
-        outlier = plain.clone()
-        outlier[place] *= 1e4
-        (codes, scales), (others, other_scales) = quantise(plain, dim, None), quantise(outlier, dim, None)
-        same = torch.ones_like(codes, dtype=torch.bool)
-        same[place] = False
-        assert torch.equal(codes[same], others[same])
-        same = same.all(dim, keepdim=True)
-        assert torch.equal(scales[same], other_scales[same]) and not torch.equal(scales, other_scales)
-
-
-def test_constant_channels_and_single_entries_are_exact():
-    constant = entries_of()[..., 6:7]
-    for entries, dim in ((constant, -2), (constant, -1), (entries_of(tokens=1), -2)):
-        codes, scales = quantise(entries, dim, None)
-        assert not scales[..., 0].any()
-        assert torch.equal(read(codes, scales), entries)
-
-
-@pytest.mark.parametrize("per_head", [False, True])
-@pytest.mark.parametrize("dim", [-2, -1])
-def test_entries_that_do_not_count_have_no_part_in_scales(dim, per_head):
-    counts = torch.tensor([[17, 4, 0], [5, 1, 16]])
-    counts = counts if per_head else counts[:, :1]
-    valid = torch.arange(17) >= 17 - counts[..., None]
-    real = valid[..., None].expand(2, 3, 17, 8)
-    entries = entries_of().masked_fill(~real, torch.nan)
-    codes, scales = quantise(entries, dim, valid if per_head else valid[:, 0])
-    assert scales.isfinite().all() and read(codes, scales).isfinite().all()
-    for row in range(2):
-        for head in range(3):
-            held = entries[row, head, real[row, head, :, 0]][None, None]
-            if held.numel():
-                alone, own = quantise(held, dim, None)
-                assert torch.equal(codes[row, head, real[row, head, :, 0]], alone[0, 0])
-                mine = scales[row, head] if dim == -2 else scales[row, head, real[row, head, :, 0]]
-                assert torch.equal(mine, own[0, 0])
-
-
 # -- the oracle: a full cache with a mask, whose kept entries are what codes and scales say ----------------------------
 
 
-def explicit(codes: Tensor, scales: Tensor) -> Tensor:
-    return (codes.double() * scales[..., 0].double() + scales[..., 1].double()).float()
+def explicit(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Entries `[H, N, D]` of a row, and half a scale of each."""
+    scale, zero = scales.double().unbind(-1)
+    return (codes.double() * scale + zero).float(), (scale / 2).float().expand(codes.shape)
 
 
 def replaced(plain: Any, context: Tensor, cache: GateSightCache, row: int) -> DynamicCache:
@@ -133,17 +51,20 @@ def replaced(plain: Any, context: Tensor, cache: GateSightCache, row: int) -> Dy
     for i, layer in zip(cache.spec.attention_layers, cache.attention_layers, strict=True):
         if layer.kept_length == 0:
             continue
-        full, latent = held.layers[i], isinstance(layer, LatentAttentionLayer)
-        keys = explicit(layer.kept_keys[row], layer.key_scales[row])
-        values = keys[..., : layer.rotary] if latent else explicit(layer.kept_values[row], layer.value_scales[row])
-        keys = keys[..., layer.rotary :] if latent else keys
+        keys = values = explicit(layer.kept_keys[row], layer.key_scales[row])
+        if isinstance(layer, LatentAttentionLayer):
+            keys, values = zip(*(part.split([layer.rotary, 24], dim=-1)[::-1] for part in keys), strict=True)
+        else:
+            values = explicit(layer.kept_values[row], layer.value_scales[row])
         tokens = layer.kept_positions[row].long() - (layer.get_seq_length() - layer.tail_length - length)
         valid = torch.ones_like(tokens, dtype=torch.bool)
         if layer.kept_valid is not None:
             valid &= layer.kept_valid[row]
         for head in range(len(tokens)):
-            for new, old in ((keys, full.keys), (values, full.values)):
-                old[0, head, tokens[head, valid[head]]] = new[head, valid[head]]
+            places, real = tokens[head, valid[head]], valid[head]
+            for (entries, half), full in ((keys, held.layers[i].keys), (values, held.layers[i].values)):
+                assert ((entries[head, real] - full[0, head, places]).abs() <= half[head, real] + 1e-5).all()
+                full[0, head, places] = entries[head, real]
     return held
 
 
@@ -248,6 +169,9 @@ def test_bytes_are_those_of_codes_and_scales(dense, fraction):
     report, heads, width = cache.report(), 2, 32
     codes_and_scales = [heads * (2 * n * width + 8 * (n + width)) for n in report.kept_per_layer[0]]
     assert report.kv_bytes == sum(codes_and_scales)
+    for n, layer in zip(report.kept_per_layer[0], cache.attention_layers, strict=True):
+        assert layer.key_scales.shape == (1, heads, 1, width, 2)
+        assert layer.value_scales.shape == (1, heads, n, 1, 2)
     assert report.kv_bytes_before == 2 * CONTEXT * heads * 2 * width * 4
     forward(dense, random_ids(5, seed=9), cache)
     assert cache.report().kv_bytes == sum(codes_and_scales) + 2 * 5 * heads * 2 * width * 4
