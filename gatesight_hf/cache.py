@@ -54,10 +54,13 @@ class GateSightCache(CallFollower):
             tokens or more have come since the last compaction; a question is evicted like any text, so let it be more
             than a question with its answer. A number implies `growing`. The first compaction is not by itself: it is
             that of `generate`, or a call of `compact()`.
+        entries_dtype (`str | None`): `int8` holds kept entries as 8-bit integers, see `quantised.py`; later tokens stay
+            in the model's dtype, and so do a layer's entries if NaN or infinity is among them. Every forward turns them
+            back, one layer after another, each for as long as it runs. None: the model's dtype.
 
     Raises:
-        ValueError: Kept fraction outside (0, 1], negative prefix, unknown allocation, or a scorer that rates a context
-            only as a whole for a cache that grows.
+        ValueError: Kept fraction outside (0, 1], negative prefix, unknown allocation or dtype of entries, or a scorer
+            that rates a context only as a whole for a cache that grows.
         UnsupportedModelError: The model is no hybrid of a known family.
         EstimatorMismatchError: The estimator is for another layout.
     """
@@ -73,9 +76,17 @@ class GateSightCache(CallFollower):
         gate_exponent: float = 1.0,
         growing: bool = False,
         recompact_every: int | None = None,
+        entries_dtype: str | None = None,
     ) -> None:
         options = CompactionOptions(
-            kept_fraction, protected_prefix, allocation, block_size, gate_exponent, growing, recompact_every
+            kept_fraction,
+            protected_prefix,
+            allocation,
+            block_size,
+            gate_exponent,
+            growing,
+            recompact_every,
+            entries_dtype,
         )
         if not hasattr(model, "config") or not hasattr(model, "forward"):
             raise TypeError(f"model must be the hybrid model itself, got {type(model).__name__}.")
@@ -155,12 +166,13 @@ class GateSightCache(CallFollower):
             del prefill
             begun = self._clock()
             for layer, chosen in zip(self.attention_layers, self._plan.layers, strict=True):
-                if layer.kept_keys is not None:
-                    continue
-                if chosen.indices is None:
-                    layer.keep_all(chosen.valid, self._plan.context)
-                else:
-                    layer.compact(chosen.indices, chosen.valid, self._plan.context)
+                if layer.kept_keys is None:
+                    if chosen.indices is None:
+                        layer.keep_all(chosen.valid, self._plan.context)
+                    else:
+                        layer.compact(chosen.indices, chosen.valid, self._plan.context)
+                if self.options.entries_dtype is not None:
+                    layer.quantise()
             for state in self.gdn_layers:
                 state.detach()
         self._seconds["compact"] = self._clock() - begun
@@ -178,7 +190,7 @@ class GateSightCache(CallFollower):
                 prefill, layers, self.scorer, recording.gate_means, self.options, self._kv_bytes()
             )
             scored = self._clock()
-            carry_out(plan, layers, scores)
+            carry_out(plan, layers, scores, quantised=self.options.entries_dtype is not None)
             for state in self.gdn_layers:
                 state.detach()
         self._plan, self._recording = plan.carried_out(), recording.after_compaction()
@@ -407,7 +419,7 @@ class GateSightCache(CallFollower):
         )
 
     def _kv_bytes(self) -> int:
-        names = ("kept_keys", "kept_values", "tail_keys", "tail_values")
+        names = ("kept_keys", "kept_values", "key_scales", "value_scales", "tail_keys", "tail_values")
         return storage_bytes(getattr(layer, name) for layer in self.attention_layers for name in names)
 
     def __repr__(self) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .budget import allocate, check_allocation, check_gate_exponent, check_kept_fraction, spread, total_budget
+from .quantised import check_entries_dtype
 from .scoring import Prefill, Scorer, Scores, checked_scores
 from .selection import best_of_all, select, select_global
 
@@ -17,8 +18,9 @@ class CompactionOptions:
     """How much of a context stays. `GateSightCache` says what each option means.
 
     Raises:
-        ValueError: Kept fraction outside (0, 1], negative prefix, unknown allocation, block size below 1 or with
-            `allocation="global"`, gate exponent that is negative or not finite, `recompact_every` below 1.
+        ValueError: Kept fraction outside (0, 1], negative prefix, unknown allocation or `entries_dtype`, block size
+            below 1 or with `allocation="global"`, gate exponent that is negative or not finite, `recompact_every` below
+            1.
     """
 
     kept_fraction: float
@@ -28,11 +30,13 @@ class CompactionOptions:
     gate_exponent: float = 1.0
     growing: bool = False
     recompact_every: int | None = None
+    entries_dtype: str | None = None
 
     def __post_init__(self) -> None:
         check_kept_fraction(self.kept_fraction)
         check_allocation(self.allocation)
         check_gate_exponent(self.gate_exponent)
+        check_entries_dtype(self.entries_dtype)
         for name, least in (("protected_prefix", 0), ("block_size", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -68,8 +68,8 @@ def plan_growing(
     return plan_compaction(seen, Scores(scores), gate_means, options, kv_bytes_before, per_row), scores
 
 
-def carry_out(plan: Plan, layers: list[GateSightAttentionLayer], scores: list[Tensor]) -> None:
-    """Compact all layers, or leave all of them as they were if one fails."""
+def carry_out(plan: Plan, layers: list[GateSightAttentionLayer], scores: list[Tensor], quantised: bool) -> None:
+    """Compact all layers, and quantise them if asked to, or leave all of them as they were if one fails."""
     before = [layer.snapshot() for layer in layers]
     try:
         for layer, chosen, of_layer in zip(layers, plan.layers, scores, strict=True):
@@ -77,6 +77,8 @@ def carry_out(plan: Plan, layers: list[GateSightAttentionLayer], scores: list[Te
             kept_scores = of_layer.gather(2, chosen.indices)
             layer.compact(chosen.indices, chosen.valid, plan.context)
             layer.kept_scores = kept_scores
+            if quantised:
+                layer.quantise()
     except BaseException:
         for layer, state in zip(layers, before, strict=True):
             layer.restore(state)

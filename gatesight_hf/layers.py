@@ -14,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer,
 
 from gatesight_kernels import compact_rows
 
+from .quantised import dequantise, quantise, scales_shape
 from .tensor_files import TensorInfo
 
 
@@ -36,7 +37,10 @@ class GateSightAttentionLayer(CacheLayerMixin):
     """KV entries of one attention layer.
 
     Attributes:
-        kept_keys, kept_values (`Tensor | None`): `[B, H, N, D]`, the compacted context; None before compaction.
+        kept_keys, kept_values (`Tensor | None`): `[B, H, N, D]`, the compacted context, int8 codes once quantised; None
+            before compaction.
+        key_scales, value_scales (`Tensor | None`): `[B, H, 1, D, 2]` and `[B, H, N, 1, 2]`, float32, scales and zero
+            points of quantised entries (`quantised.py`); None of others.
         kept_positions (`Tensor | None`): `[B, H, N]`, int32: the slot of the context each kept entry came from.
         kept_valid (`Tensor | None`): `[B, N]`, or `[B, H, N]` where heads keep different numbers, bool; None if every
             kept entry counts.
@@ -49,7 +53,8 @@ class GateSightAttentionLayer(CacheLayerMixin):
     is_croppable = False
     #: Tensors with the batch dimension first.
     batched: ClassVar[tuple[str, ...]] = (
-        "kept_keys", "kept_values", "kept_positions", "kept_valid", "kept_scores", "tail_keys", "tail_values"
+        "kept_keys", "kept_values", "key_scales", "value_scales", "kept_positions", "kept_valid", "kept_scores",
+        "tail_keys", "tail_values",
     )  # fmt: skip
     #: Whether the model reads a mask even where every query sees every entry.
     needs_mask: ClassVar[bool] = False
@@ -62,6 +67,8 @@ class GateSightAttentionLayer(CacheLayerMixin):
     def _clear(self) -> None:
         self.kept_keys: Tensor | None = None
         self.kept_values: Tensor | None = None
+        self.key_scales: Tensor | None = None
+        self.value_scales: Tensor | None = None
         self.kept_positions: Tensor | None = None
         self.kept_valid: Tensor | None = None
         self.kept_scores: Tensor | None = None
@@ -84,21 +91,28 @@ class GateSightAttentionLayer(CacheLayerMixin):
         assert self.tail_keys is not None and self.tail_values is not None
         self.tail_keys = torch.cat([self.tail_keys, key_states], dim=-2)
         self.tail_values = torch.cat([self.tail_values, value_states], dim=-2)
-        return self._joined(self.kept_keys, self.tail_keys), self._joined(self.kept_values, self.tail_values)
+        keys = self._joined(self.kept_keys, self.key_scales, self.tail_keys)
+        return keys, self._joined(self.kept_values, self.value_scales, self.tail_values)
 
     @staticmethod
-    def _joined(kept: Tensor | None, tail: Tensor) -> Tensor:
-        return tail if kept is None else torch.cat([kept, tail], dim=-2)
+    def _joined(kept: Tensor | None, scales: Tensor | None, tail: Tensor) -> Tensor:
+        if kept is None or scales is None:
+            return tail if kept is None else torch.cat([kept, tail], dim=-2)
+        count = kept.shape[-2]
+        joined = tail.new_empty((*kept.shape[:2], count + tail.shape[-2], kept.shape[-1]))
+        dequantise(kept, scales, out=joined[:, :, :count])
+        joined[:, :, count:] = tail
+        return joined
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
         """All held keys `[B, H, N + t, D]`."""
-        return None if self.tail_keys is None else self._joined(self.kept_keys, self.tail_keys)
+        return None if self.tail_keys is None else self._joined(self.kept_keys, self.key_scales, self.tail_keys)
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
         """All held values `[B, H, N + t, D]`."""
-        return None if self.tail_values is None else self._joined(self.kept_values, self.tail_values)
+        return None if self.tail_values is None else self._joined(self.kept_values, self.value_scales, self.tail_values)
 
     @property
     def index_tensors(self) -> list[Tensor]:
@@ -173,7 +187,8 @@ class GateSightAttentionLayer(CacheLayerMixin):
         `valid` is `[B, N]`, or `[B, H, N]`. Later entries stay. The layer changes only after all its new tensors exist.
         """
         assert self.tail_keys is not None and self.tail_values is not None
-        keys, values = self._joined(self.kept_keys, self.tail_keys), self._joined(self.kept_values, self.tail_values)
+        keys = self._joined(self.kept_keys, self.key_scales, self.tail_keys)
+        values = self._joined(self.kept_values, self.value_scales, self.tail_values)
         slots = indices
         if self.kept_keys is not None:
             places = indices.new_zeros((*indices.shape[:2], self.get_seq_length() + 1))
@@ -213,8 +228,22 @@ class GateSightAttentionLayer(CacheLayerMixin):
         late_keys, late_values = self.tail_keys[:, :, start:].clone(), self.tail_values[:, :, start:].clone()
         self.kept_valid = None if bool(valid.all()) else valid
         self.kept_keys, self.kept_values, self.kept_positions = keys, values, positions
+        self.key_scales = self.value_scales = None
         self.tail_keys, self.tail_values = late_keys, late_values
         self.evicted = context - keys.shape[-2]
+
+    def quantise(self) -> None:
+        """Hold the kept entries as 8-bit integers from now on. Entries that are not all finite stay as they are."""
+        if self.key_scales is not None:
+            return
+        quantised: dict[str, Tensor] = {}
+        for name, scales, dim in (("kept_keys", "key_scales", -2), ("kept_values", "value_scales", -1)):
+            entries = getattr(self, name)
+            if entries.numel():  # a layer may keep none, and latent attention holds no values
+                quantised[name], quantised[scales] = quantise(entries, dim, self.kept_valid)
+                if not quantised[scales].isfinite().all():
+                    return
+        vars(self).update(quantised)
 
     def snapshot(self) -> dict[str, Any]:
         """The layer's state by reference: free, since tensors are replaced and never written to."""
@@ -234,17 +263,21 @@ class GateSightAttentionLayer(CacheLayerMixin):
 
         Args:
             extent: Sizes of the saved cache.
-            found: What the file declares for the layer. Only how many entries are kept, and whether and for what
-                `kept_valid` is there, is taken from it.
+            found: What the file declares for the layer. Only how many entries are kept, whether they are quantised, and
+                whether and for what `kept_valid` is there, is taken from it.
         """
         assert self.tail_keys is not None and self.tail_values is not None
         heads, shape = self.tail_keys.shape[1], found["kept_positions"].shape if "kept_positions" in found else ()
         kept = min(shape[2], extent.context) if len(shape) == 3 else 0
         slots = (extent.rows, heads, kept)
         expected = {"kept_positions": TensorInfo(torch.int32, slots)}
-        for part, entries in (("keys", self.tail_keys), ("values", self.tail_values)):
-            expected[f"kept_{part}"] = TensorInfo(entries.dtype, (*slots, entries.shape[-1]))
-            expected[f"tail_{part}"] = TensorInfo(entries.dtype, (extent.rows, heads, extent.tail, entries.shape[-1]))
+        for part, entries, dim in (("key", self.tail_keys, -2), ("value", self.tail_values, -1)):
+            shape, dtype = (*slots, entries.shape[-1]), entries.dtype
+            expected[f"tail_{part}s"] = TensorInfo(dtype, (extent.rows, heads, extent.tail, entries.shape[-1]))
+            if f"{part}_scales" in found:
+                dtype = torch.int8
+                expected[f"{part}_scales"] = TensorInfo(torch.float32, scales_shape(shape, dim))
+            expected[f"kept_{part}s"] = TensorInfo(dtype, shape)
         if "kept_valid" in found:
             ragged = len(found["kept_valid"].shape) == 3
             expected["kept_valid"] = TensorInfo(torch.bool, slots if ragged else (extent.rows, kept))
@@ -310,7 +343,8 @@ class LatentAttentionLayer(GateSightAttentionLayer):
     """Entries of multi-head latent attention, which caches a latent and the rotary channels that its heads share.
 
     Both are one entry of one KV head: its key is `[rotary | latent]`, its value is the latent, a view of the key, so
-    that nothing is held or moved twice. `tail_values` and `kept_values` have no channels.
+    that nothing is held or moved twice. `tail_values` and `kept_values` have no channels. Quantised, a latent has one
+    scale per channel, as a key has.
     """
 
     kind = "latent"

@@ -19,7 +19,7 @@ class CacheReport:
         achieved_fraction: The share of all seen then that was kept, protected prefix not counted; None before.
         gate_means: Per row and attention layer, mean of sigmoid(output gate); empty if not needed or there is none.
         kv_bytes_before: Attention cache just before compaction; None before compaction.
-        kv_bytes: Attention cache now. A fork counts the entries it shares with its parent too.
+        kv_bytes: Attention cache now, scales of quantised entries too. A fork counts what it shares with its parent.
         index_bytes: Index of sparse attention now, with the angles that it needs; 0 in other models.
         gdn_bytes: Convolution and recurrent states now.
         signal_bytes: Signals, and what else is held for scoring now; 0 after compaction unless the cache grows.

@@ -72,6 +72,7 @@ class Session:
         protected_prefix: int = 0,
         allocation: str = "gate",
         recompact_every: int | None = None,
+        entries_dtype: str | None = None,
         prefill_chunk_size: int | None = None,
         revision: str | None = None,
         token: str | bool | None = None,
@@ -85,7 +86,7 @@ class Session:
             tokenizer: Its tokenizer.
             estimator: Folder of an estimator, its repo on the Hub, or a scorer.
             text: The document.
-            kept_fraction, protected_prefix, allocation, recompact_every: See `GateSightCache`.
+            kept_fraction, protected_prefix, allocation, recompact_every, entries_dtype: See `GateSightCache`.
             prefill_chunk_size: Tokens per forward; None prefills in one.
             revision, token, cache_dir, local_files_only: See `Estimator.from_pretrained`.
 
@@ -94,7 +95,13 @@ class Session:
         """
         scorer = _scorer(estimator, revision, token, cache_dir, local_files_only)
         cache = GateSightCache(
-            scorer, model, kept_fraction, protected_prefix, allocation, recompact_every=recompact_every
+            scorer,
+            model,
+            kept_fraction,
+            protected_prefix,
+            allocation,
+            recompact_every=recompact_every,
+            entries_dtype=entries_dtype,
         )
         ids = tokenizer(text, return_tensors="pt").input_ids.to(model.device)
         if ids.shape[1] == 0:

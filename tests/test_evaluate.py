@@ -29,7 +29,7 @@ CONTEXT = random_ids(LENGTH)
 QUESTIONS = [random_ids(n, seed=n)[0].tolist() for n in (5, 3)]
 AGNOSTIC = (
     "gatesight,snapkv,triattention,keydiff,kvzip,kvzip@global,expected_attention@flat,keydiff@pyramid,lagkv,key_norm,"
-    "key_norm@gate^0.5,streaming_llm,random"
+    "key_norm@gate^0.5,streaming_llm,random,gatesight+int8,keydiff@global+int8"
 )
 METHODS = [Method.parse(label) for label in f"{AGNOSTIC},oracle".split(",")]
 CELLS = cells_of(METHODS, [0.3])
@@ -85,6 +85,7 @@ def test_every_cell_answers_as_a_fresh_cache_does(dense: Any, scorers: ScorerFac
         cache = compacted(
             dense, CONTEXT, scorer=scorer_of(scorers, cell.cell, request), kept_fraction=cell.cell.kept_fraction,
             protected_prefix=3, allocation=method.allocation, gate_exponent=method.gate_exponent,
+            entries_dtype=method.entries_dtype,
         )  # fmt: skip
         report = cache.report()
         assert (cell.achieved_fraction, [cell.kept_per_layer]) == (report.achieved_fraction, report.kept_per_layer)
@@ -113,6 +114,7 @@ def test_rows_chunks_and_order_of_questions_change_nothing(
     dense: Any, scorers: ScorerFactory, backend: TransformersBackend
 ) -> None:
     labels = "gatesight,snapkv,random,oracle,keydiff@global,random@global,keydiff@score,snapkv@score"
+    labels += ",gatesight+int8,random+int8,keydiff@score+int8,snapkv@score+int8"
     cells = cells_of([Method.parse(label) for label in labels.split(",")], [0.3])
     expected = backend.run(request_of(protected=3), cells, check_identity=False)
     for options in ({"rows": 1}, {"rows": 3, "prefill_chunk_size": 13}):

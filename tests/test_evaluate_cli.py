@@ -149,6 +149,9 @@ def test_a_process_that_was_killed_goes_on(tmp_path: Path) -> None:
         ("key_norm@gate^0.5", Method("key_norm", "gate", 0.5)),
         ("key_norm@gate^0", Method("key_norm", "gate", 0.0)),
         ("a2@gate^0.00001234567", Method("a2", "gate", 0.00001234567)),
+        ("gatesight+int8", Method("gatesight", entries_dtype="int8")),
+        ("kvzip@global+int8", Method("kvzip", "global", entries_dtype="int8")),
+        ("key_norm@gate^0.5+int8", Method("key_norm", "gate", 0.5, "int8")),
     ],
 )
 def test_labels_are_read_and_written_alike(label: str, method: Method) -> None:
@@ -164,7 +167,9 @@ def test_labels_have_one_form() -> None:
     assert rows == [("full", 1.0), ("empty", 0.0), ("snapkv", 0.5), ("snapkv", 0.2)]
 
 
-@pytest.mark.parametrize("label", ["", "SnapKV", "snapkv@", "snapkv@flat^2", "a@gate^", "a@gate^-1", "a@gate^1.2.3"])
+@pytest.mark.parametrize(
+    "label", ["", "SnapKV", "snapkv@", "snapkv@flat^2", "a@gate^", "a@gate^-1", "a@gate^1.2.3", "a+", "a+int8@flat"]
+)
 def test_what_is_no_label(label: str) -> None:
     with pytest.raises(ValueError, match="is no method: give a name, name@allocation or name@gate"):
         Method.parse(label)
@@ -270,6 +275,8 @@ ERRORS = {
     f"{TOY} --method best": "No method 'best'; there are gatesight,",
     f"{TOY} --method snapkv@fair": "allocation must be one of gate, flat",
     f"{TOY} --method a.b": "'a.b' is no method: give a name, name@allocation",
+    f"{TOY} --method snapkv+int3": "entries_dtype is 'int8', or None for the model's dtype, got 'int3'",
+    f"{TOY} --method full+int8": "'full+int8': full is a control, which holds entries in the model's dtype",
     f"{TOY} --kept 0": "--kept 0: kept_fraction must be in (0, 1]",
     f"{TOY} --kept 0.5,1.5": "--kept 0.5,1.5: kept_fraction must be in (0, 1]",
     f"{TOY} --kept half": "--kept half: could not convert",

@@ -181,7 +181,7 @@ def test_a_full_cache_gives_what_hf_gives(loaded, rows, whole_prompt):
     assert found == stock.generate_until(requests, disable_tqdm=True)
 
 
-@pytest.mark.parametrize("method", ["empty", "random", "snapkv@flat", "kvzip@global"])
+@pytest.mark.parametrize("method", ["empty", "random", "snapkv@flat", "kvzip@global", "keydiff+int8"])
 def test_other_methods_by_name(loaded, rows, method):
     lm = make(loaded, estimator=None, method=method, kept_fraction=0.2, protected_prefix=3, prefill_chunk_size=128)
     requests = [request(row) for row in rows[:2]]

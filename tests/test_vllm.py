@@ -6,6 +6,7 @@ Needs an environment of its own (`make test-vllm`); skipped where vLLM is not in
 import math
 import os
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -559,5 +560,6 @@ def test_the_toy_suite_is_answered_as_in_transformers(engine, model, tmp_path):
         assert kept and read_lines(tmp_path / name / "costs.jsonl")[0]["prefill_seconds"] > 0
     assert means["vllm"] == pytest.approx(means["transformers"], abs=0.1)
     assert means["vllm"][0] > 0.8 > 0.2 > means["vllm"][1]  # full, empty
-    with pytest.raises(ValueError, match=r"does not run snapkv.*--backend transformers"):
-        backends["vllm"].check(cells_of([Method("snapkv")], [0.1]))
+    for label in ("snapkv", "gatesight+int8"):
+        with pytest.raises(ValueError, match=rf"does not run {re.escape(label)}.*--backend transformers"):
+            backends["vllm"].check(cells_of([Method.parse(label)], [0.1]))

@@ -37,8 +37,8 @@ def add_evaluate(verbs: Verbs) -> None:  # type: ignore[valid-type]
     verb.add_argument("--suite", choices=("ruler", "scbench", "scbench-kvzip", "toy"), required=True)
     verb.add_argument(
         "--method",
-        help="comma-separated rows: name, name@allocation or name@gate^exponent (default: each --estimator, and what "
-        f"can run of {METHODS})",
+        help="comma-separated rows: name, name@allocation or name@gate^exponent, each with +int8 for quantised entries "
+        f"(default: each --estimator, and what can run of {METHODS})",
     )
     verb.add_argument("--kept", default=FRACTIONS, help="comma-separated kept fractions (default: %(default)s)")
     verb.add_argument("--out", type=Path, required=True, help="folder; the same command goes on after a stop")

@@ -24,50 +24,59 @@ from gatesight_hf.methods import (
     StreamingLLM,
     TriAttention,
 )
+from gatesight_hf.quantised import check_entries_dtype
 
 #: Controls that have no scorer of their own: everything kept; GDN states alone; the true utility for the questions.
 FULL, EMPTY, ORACLE = "full", "empty", "oracle"
 
-_LABEL = re.compile(r"([a-z][a-z0-9_]*)(?:@([a-z]+)(?:\^([0-9]+(?:\.[0-9]+)?))?)?")
+_LABEL = re.compile(r"([a-z][a-z0-9_]*)(?:@([a-z]+)(?:\^([0-9]+(?:\.[0-9]+)?))?)?(?:\+([a-z0-9]+))?")
 
 
 @dataclass(frozen=True)
 class Method:
-    """One row: `snapkv`, `kvzip@global`, `gatesight@flat`, `gatesight@gate^0.5`.
+    """One row: `snapkv`, `kvzip@global`, `gatesight@flat`, `gatesight@gate^0.5`, `gatesight+int8`.
 
     Attributes:
         scorer: Name of a scorer or control.
         allocation: How layers share the budget; `gate` is the same for all methods unless a row says otherwise.
         gate_exponent: Of `gate`.
+        entries_dtype: Of kept entries; None for the model's.
     """
 
     scorer: str
     allocation: str = "gate"
     gate_exponent: float = 1.0
+    entries_dtype: str | None = None
 
     @classmethod
     def parse(cls, label: str) -> "Method":
         """Read a label.
 
         Raises:
-            ValueError: It is none, or its allocation is unknown.
+            ValueError: It is none, or its allocation or dtype is unknown.
         """
         match = _LABEL.fullmatch(label)
         if match is None or (match[3] and match[2] != "gate"):
             raise ValueError(
-                f"{label!r} is no method: give a name, name@allocation or name@gate^exponent, such as snapkv, "
-                "kvzip@global, gatesight@gate^0.5."
+                f"{label!r} is no method: give a name, name@allocation or name@gate^exponent, and +int8 after it for "
+                "quantised entries, such as snapkv, kvzip@global, gatesight@gate^0.5, gatesight+int8."
             )
-        method = cls(match[1], match[2] or "gate", float(match[3] or 1))
+        method = cls(match[1], match[2] or "gate", float(match[3] or 1), match[4])
         check_allocation(method.allocation)
         check_gate_exponent(method.gate_exponent)
+        check_entries_dtype(method.entries_dtype)
+        if method.entries_dtype is not None and method.scorer in (FULL, EMPTY):
+            raise ValueError(f"{label!r}: {method.scorer} is a control, which holds entries in the model's dtype.")
         return method
 
     @property
     def label(self) -> str:
+        label = self.scorer
         if self.gate_exponent != 1:
-            return f"{self.scorer}@{self.allocation}^{np.format_float_positional(self.gate_exponent, trim='-')}"
-        return self.scorer if self.allocation == "gate" else f"{self.scorer}@{self.allocation}"
+            label += f"@{self.allocation}^{np.format_float_positional(self.gate_exponent, trim='-')}"
+        elif self.allocation != "gate":
+            label += f"@{self.allocation}"
+        return label if self.entries_dtype is None else f"{label}+{self.entries_dtype}"
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,7 @@ class Cell:
             "kept_fraction": self.kept_fraction,
             "allocation": self.method.allocation,
             "gate_exponent": self.method.gate_exponent,
+            "entries_dtype": self.method.entries_dtype,
         }
 
 

@@ -16,6 +16,7 @@ from gatesight_hf import GateSightCache, Scorer
 from gatesight_hf._compat import cache_argument
 from gatesight_hf.identity import weights_digest
 from gatesight_hf.methods import OracleScorer
+from gatesight_hf.report import storage_bytes
 from gatesight_hf.scoring import Needs, Recorder, Scores
 from gatesight_hf.session import prefill
 
@@ -137,7 +138,7 @@ class TransformersBackend(Backend):
         groups: dict[Any, list[list[Cell]]] = {}
         for cell in cells:
             alone = cell.method.scorer in (FULL, EMPTY)
-            key = cell if alone else (cell.kept_fraction, cell.method.allocation, cell.method.gate_exponent)
+            key = cell if alone else tuple(cell.options.values())
             batches = groups.setdefault(key, [[]])
             if len(batches[-1]) == self.rows:
                 batches.append([])
@@ -160,8 +161,9 @@ class TransformersBackend(Backend):
             empty_attention_cache(child)
             kept, achieved = [[0] * len(layers) for layers in kept], 0.0
         # Rows that keep less are filled up in a batch; alone they would hold their own entries only.
-        held = sum(layer.kept_length for layer in child.attention_layers) * len(cells)
-        entry_bytes = child.report().kv_bytes // held if held else 0
+        held = sum(layer.kept_length for layer in child.attention_layers)
+        row_bytes, key_bytes = child.report().kv_bytes // len(cells), self._key_scale_bytes(child) // len(cells)
+        entry_bytes = (row_bytes - key_bytes) // held if held else 0
         answers = self._answers(child, request, len(cells))
         return [
             CellResult(
@@ -169,11 +171,16 @@ class TransformersBackend(Backend):
                 answers=answers[row],
                 achieved_fraction=achieved or 0.0,
                 kept_per_layer=kept[row],
-                kv_bytes=sum(kept[row]) * entry_bytes,
+                kv_bytes=key_bytes + sum(kept[row]) * entry_bytes,
                 seconds=(report.seconds["score"] + report.seconds["compact"]) / len(cells),
             )
             for row, cell in enumerate(cells)
         ]
+
+    @staticmethod
+    def _key_scale_bytes(cache: GateSightCache) -> int:
+        """Of what quantised keys need however many they are."""
+        return storage_bytes(layer.key_scales for layer in cache.attention_layers)
 
     def _identical(self, result: CellResult, scorers: dict[str, Scorer], request: Request) -> int:
         """How many answers of a cell a fresh prefill, compaction and question give again, token for token."""

@@ -64,10 +64,11 @@ class VLLMBackend(Backend):
     def check(self, cells: Sequence[Cell]) -> None:
         known = (FULL, EMPTY, *self.llm.estimators, *METHODS)
         for cell in cells:
-            if cell.method.scorer not in known or cell.method.allocation == "global":
+            method = cell.method
+            if method.scorer not in known or method.allocation == "global" or method.entries_dtype is not None:
                 raise ValueError(
-                    f"vLLM does not run {cell.method.label}: there are {', '.join(known)}, and no allocation 'global'. "
-                    "The others run with --backend transformers."
+                    f"vLLM does not run {method.label}: there are {', '.join(known)}, no allocation 'global' and no "
+                    "quantised entries. The others run with --backend transformers."
                 )
 
     def run(self, request: Request, cells: Sequence[Cell], check_identity: bool) -> ContextResult:
@@ -96,7 +97,7 @@ class VLLMBackend(Backend):
         )
 
     def _run_cell(self, cell: Cell, request: Request) -> tuple[CellResult, SessionReport]:
-        options = dict(cell.options)
+        options = {name: value for name, value in cell.options.items() if name != "entries_dtype"}
         if cell.method.scorer == EMPTY:
             options["empty"] = True
         elif cell.method.scorer != FULL:
