@@ -114,6 +114,12 @@ def test_ragged_rows_equal_the_oracle_row_by_row(dense, plain, attention, alloca
     for r, row in enumerate(rows):
         with Oracle(plain, evicted_of(cache, r, row.shape[1])):
             assert_same(logits[r : r + 1], forward(plain, new[r : r + 1], replaced(plain, row, cache, r)))
+        # What fills up shorter rows and heads has no part in their scales; without a real entry these are 0.
+        alone = compacted(dense, row, kept_fraction=fraction, allocation=allocation, **INT8)
+        for layer, other in zip(cache.attention_layers, alone.attention_layers, strict=True):
+            if layer.key_scales is not None:
+                expected = torch.zeros(1) if other.key_scales is None else other.key_scales[0]
+                assert_same(layer.key_scales[r], expected.expand(layer.key_scales[r].shape))
 
 
 def unquantised(model: Any, cache: GateSightCache) -> GateSightCache:
