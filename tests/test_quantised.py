@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import DynamicCache
 
-from gatesight_hf import CacheStateError, GateSightCache
+from gatesight_hf import CacheStateError, GateSightCache, Session
 from gatesight_hf.errors import SessionFileError
 from gatesight_hf.layers import GateSightAttentionLayer, LatentAttentionLayer
+from gatesight_hf.reference import ESTIMATOR_PATH, load_model, load_tokenizer
 
 from .conftest import (
     Oracle,
@@ -310,6 +311,15 @@ def test_forks_choose_how_entries_are_held(dense):
         assert torch.equal(forward(dense, new, child.fork()), forward(dense, new, expected))
         with pytest.raises(CacheStateError, match="cannot be compacted otherwise"):
             child.fork(**INT8)
+
+
+def test_a_session_takes_the_option():
+    model, tokenizer = load_model(), load_tokenizer()
+    text = "One of the special magic numbers for amber-river is: 4821. The sky is blue. " * 3
+    session = Session.open(model, tokenizer, ESTIMATOR_PATH, text, kept_fraction=0.5, **INT8)
+    assert all(layer.kept_keys.dtype == torch.int8 for layer in session.cache.attention_layers)
+    question = "Question: what is the special magic number for amber-river? Answer:"
+    assert session.ask(question, max_new_tokens=4) == "4 8 2 1"
 
 
 @pytest.mark.parametrize("wrong", ["int4", "INT8", torch.int8, 8])
