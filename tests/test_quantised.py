@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import DynamicCache
 
-from gatesight_hf import CacheStateError, GateSightCache
+from gatesight_hf import CacheStateError, GateSightCache, Session
 from gatesight_hf.errors import SessionFileError
 from gatesight_hf.layers import GateSightAttentionLayer, LatentAttentionLayer
+from gatesight_hf.reference import ESTIMATOR_PATH, load_model, load_tokenizer
 
 from .conftest import (
     Oracle,
@@ -114,6 +115,12 @@ def test_ragged_rows_equal_the_oracle_row_by_row(dense, plain, attention, alloca
     for r, row in enumerate(rows):
         with Oracle(plain, evicted_of(cache, r, row.shape[1])):
             assert_same(logits[r : r + 1], forward(plain, new[r : r + 1], replaced(plain, row, cache, r)))
+        # What fills up shorter rows and heads has no part in their scales; without a real entry these are 0.
+        alone = compacted(dense, row, kept_fraction=fraction, allocation=allocation, **INT8)
+        for layer, other in zip(cache.attention_layers, alone.attention_layers, strict=True):
+            if layer.key_scales is not None:
+                expected = torch.zeros(1) if other.key_scales is None else other.key_scales[0]
+                assert_same(layer.key_scales[r], expected.expand(layer.key_scales[r].shape))
 
 
 def unquantised(model: Any, cache: GateSightCache) -> GateSightCache:
@@ -304,6 +311,15 @@ def test_forks_choose_how_entries_are_held(dense):
         assert torch.equal(forward(dense, new, child.fork()), forward(dense, new, expected))
         with pytest.raises(CacheStateError, match="cannot be compacted otherwise"):
             child.fork(**INT8)
+
+
+def test_a_session_takes_the_option():
+    model, tokenizer = load_model(), load_tokenizer()
+    text = "One of the special magic numbers for amber-river is: 4821. The sky is blue. " * 3
+    session = Session.open(model, tokenizer, ESTIMATOR_PATH, text, kept_fraction=0.5, **INT8)
+    assert all(layer.kept_keys.dtype == torch.int8 for layer in session.cache.attention_layers)
+    question = "Question: what is the special magic number for amber-river? Answer:"
+    assert session.ask(question, max_new_tokens=4) == "4 8 2 1"
 
 
 @pytest.mark.parametrize("wrong", ["int4", "INT8", torch.int8, 8])
