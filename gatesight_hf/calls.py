@@ -15,7 +15,7 @@ from .attention import AttentionView
 from .compaction import CompactionOptions, Plan
 from .errors import CacheStateError
 from .hybrid import HybridSpec, find_modules
-from .inputs import are_new, positions_of, whole_padding
+from .inputs import are_new, check_one_sequence, positions_of, whole_padding
 from .layers import GateSightAttentionLayer, GDNStateLayer, SlidingAttentionLayer
 from .multimodal import core_of, has_pictures, positions_on_axes, rope_deltas_after, without_seen_pictures
 from .recording import Recording
@@ -172,6 +172,7 @@ class CallFollower(IndexedCache, Cache, SignalSink):
         repeats = self._repeats_for(rows)
         past = None if self._padding is None else self._padding.repeat_interleave(repeats, dim=0)
         padding = whole_padding(model_inputs.get("attention_mask"), past, rows, self.get_seq_length(), length)
+        check_one_sequence(model_inputs, padding, self.get_seq_length())
 
         states = [layer.snapshot() for layer in self._all_layers]
         self._before = (states, {name: getattr(self, name) for name in _PER_FORWARD})
@@ -307,6 +308,12 @@ class CallFollower(IndexedCache, Cache, SignalSink):
                     f"{name}: GateSightCache does not support assisted decoding, since rejected tokens cannot be taken "
                     "out of GDN states. Generate without it."
                 )
+        implementation = arguments.get("cache_implementation") or getattr(config, "cache_implementation", None)
+        if implementation is not None:
+            raise ValueError(
+                f"cache_implementation={implementation!r} with a cache: leave one of them out. A GateSightCache is not "
+                "static, offloaded, quantised or paged."
+            )
         if arguments.get("use_cache", getattr(config, "use_cache", True)) is False:
             raise ValueError("use_cache=False with a cache: leave one of them out.")
         ids = inputs if inputs is not None else arguments.get("input_ids")

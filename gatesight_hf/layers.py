@@ -13,6 +13,12 @@ from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer,
 from gatesight_kernels import compact_rows
 
 
+def refuse_offload() -> None:
+    raise NotImplementedError(
+        "GateSightCache does not offload its layers: after compaction they hold the kept fraction only."
+    )
+
+
 class GateSightAttentionLayer(CacheLayerMixin):
     """KV entries of one attention layer.
 
@@ -114,7 +120,7 @@ class GateSightAttentionLayer(CacheLayerMixin):
         self._clear()
 
     def offload(self) -> None:
-        raise NotImplementedError("GateSightCache does not offload its layers.")
+        refuse_offload()
 
     prefetch = offload
 
@@ -255,6 +261,11 @@ class LatentAttentionLayer(GateSightAttentionLayer):
 class SlidingAttentionLayer(DynamicSlidingWindowLayer):
     """Entries of a sliding-window layer, whose size is bounded: never compacted, with forks and rollback."""
 
+    def offload(self) -> None:
+        refuse_offload()
+
+    prefetch = offload
+
     def snapshot(self) -> dict[str, Any]:
         """The layer's state by reference: free, since tensors are replaced and never written to."""
         return dict(vars(self))
@@ -274,6 +285,11 @@ class GDNStateLayer(LinearAttentionLayer):
 
     def reset(self) -> None:
         self.__init__(self.number_of_states)  # type: ignore[misc]
+
+    def offload(self) -> None:
+        refuse_offload()
+
+    prefetch = offload
 
     def activate_past_recording(self) -> None:
         raise NotImplementedError(
