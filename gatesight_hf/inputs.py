@@ -13,6 +13,20 @@ PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 MEANT_TO_REPEAT = 8
 
 
+def repeats_of(held: int, rows: int) -> int:
+    """How often each of `held` rows is repeated for `rows` rows of input.
+
+    Raises:
+        ValueError: Not a multiple.
+    """
+    if rows % held:
+        raise ValueError(
+            f"The cache holds {held} rows and the input has {rows}: not a multiple. After beams or several sequences a "
+            "cache holds a row for each of them; go on from a fork made before."
+        )
+    return rows // held
+
+
 def are_new(ids: Tensor, known: Tensor | None, seen: int) -> bool:
     """Whether ids are new tokens (True) or everything from the context's start (False), by comparing them.
 
@@ -29,10 +43,8 @@ def are_new(ids: Tensor, known: Tensor | None, seen: int) -> bool:
             "The context was prefilled from embeddings, so that its ids are unknown: pass an attention_mask over all "
             f"{seen} seen tokens and the new ones."
         )
-    if len(ids) % len(known):
-        raise ValueError(f"The cache holds {len(known)} rows and the input has {len(ids)}: not a multiple.")
     length = min(ids.shape[1], seen)
-    repeated = known[:, :length].repeat_interleave(len(ids) // len(known), dim=0)
+    repeated = known[:, :length].repeat_interleave(repeats_of(len(known), len(ids)), dim=0)
     same = (ids[:, :length].to(known.device) == repeated).all(0)
     if bool(same.all()):
         if ids.shape[1] > seen:
@@ -98,6 +110,24 @@ def whole_padding(mask: Any, past: Tensor | None, rows: int, seen: int, length: 
 def positions_of(padding: Tensor, length: int) -> Tensor:
     """Positions `[B, length]` of the last tokens, pads not counted, as `generate` numbers them."""
     return (padding.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]
+
+
+def check_embeds(length: int, seen: int, mask: Any) -> None:
+    """Raise an error unless `length` embeddings given to `generate` are those of all tokens.
+
+    Args:
+        length: Tokens that have embeddings.
+        seen: Tokens seen.
+        mask: What the caller gave.
+
+    Raises:
+        CacheStateError: They are of new tokens alone.
+    """
+    if length <= seen or (mask is not None and mask.shape[1] > length):
+        raise CacheStateError(
+            f"inputs_embeds of {length} tokens, and the cache has seen {seen}: generate takes those of all tokens, or "
+            "new ones as input_ids. Of the seen ones nothing is read, so that zeros do."
+        )
 
 
 def check_one_sequence(inputs: dict[str, Any], padding: Tensor | None, seen: int) -> None:

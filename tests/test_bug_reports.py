@@ -93,7 +93,9 @@ def test_3_an_offloading_flag_is_refused(dense: Any, parent: GateSightCache) -> 
         with pytest.raises(NotImplementedError, match="does not offload"):
             parent.offload(layer)
     assert not parent.offloading
-    assert torch.equal(generate(dense, FULL, parent), generate(dense, FULL, compacted(dense, CONTEXT, kept_fraction=0.3)))
+    assert torch.equal(
+        generate(dense, FULL, parent), generate(dense, FULL, compacted(dense, CONTEXT, kept_fraction=0.3))
+    )
 
 
 def test_4_prefetching_skips_gdn_layers(parent: GateSightCache, monkeypatch: pytest.MonkeyPatch) -> None:
