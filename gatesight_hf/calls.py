@@ -302,8 +302,8 @@ class CallFollower(IndexedCache, Cache, SignalSink):
             if self.is_compacted and isinstance(layer, SparseAttentionLayer):
                 layer.indexer_position_ids = None
 
-    def gdn_mask_for(self, mask: Any) -> Any:
-        return mask if self._late_pads is None else self._late_pads
+    def gdn_mask_for(self, mask: Any, device: torch.device) -> Any:
+        return mask if self._late_pads is None else self._late_pads.to(device)
 
     def begin_generate(self, model: Any, inputs: Tensor | None, arguments: dict[str, Any]) -> dict[str, Any]:
         self._recover()

@@ -84,8 +84,8 @@ class SignalSink(ABC):
         """
 
     @abstractmethod
-    def gdn_mask_for(self, mask: Any) -> Any:
-        """The padding mask of the current tokens that GDN layers must use in place of `mask`."""
+    def gdn_mask_for(self, mask: Any, device: torch.device) -> Any:
+        """The padding mask of the current tokens that GDN layers on `device` must use in place of `mask`."""
 
     @abstractmethod
     def begin_generate(self, model: Any, inputs: Tensor | None, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -181,13 +181,14 @@ def _before_gdn(key: tuple[int, str, int], layer: nn.Module, args: Any, kwargs: 
     if sink.wants_signals():
         _calls.by_key[key] = _Call(sink, layer, sink.convolution_context(key[2]))
     # transformers leaves the mask out for a single token, which may be a pad of a row that has not begun.
-    return args, {**kwargs, "attention_mask": sink.gdn_mask_for(kwargs.get("attention_mask"))}
+    hidden = named_arguments(args, kwargs)["hidden_states"]
+    return args, {**kwargs, "attention_mask": sink.gdn_mask_for(kwargs.get("attention_mask"), hidden.device)}
 
 
 def _before_ple(ple: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Per-layer embeddings see pads as GDN layers do; a pad counts as an end of sequence among their n-grams."""
     hidden, ids, sink = args
-    mask = sink.gdn_mask_for(kwargs.get("conv_mask")) if isinstance(sink, SignalSink) else None
+    mask = sink.gdn_mask_for(kwargs.get("conv_mask"), hidden.device) if isinstance(sink, SignalSink) else None
     if mask is None:
         return None
     return (hidden, ids.where(mask.bool(), ple.ple_embedding.eos_token_id), sink), {**kwargs, "conv_mask": mask}
@@ -334,9 +335,12 @@ class SignalHooks:
             self._cores.append(core)
             self._handles.append(core.register_forward_pre_hook(_before_core, with_kwargs=True))
             self._handles.append(core.register_forward_hook(_after_core, with_kwargs=True, always_call=True))
-        self.covered.append(model)
-        self._handles.append(model.register_forward_pre_hook(_rename_cache, with_kwargs=True))
         for module in model.modules():
+            # A wrapper hands its arguments on to the model inside.
+            inside = hasattr(type(module), "_prefill") and not any(covered is module for covered in self.covered)
+            if module is model or inside:
+                self.covered.append(module)
+                self._handles.append(module.register_forward_pre_hook(_rename_cache, with_kwargs=True))
             for name, method in _METHODS.items():
                 if hasattr(type(module), name) and getattr(vars(module).get(name), "func", None) is not method:
                     self._replace(module, name, method)
