@@ -57,15 +57,17 @@ def without_restarting_chunks(model: Any, arguments: dict[str, Any]) -> dict[str
     return {name: value for name, value in arguments.items() if name != "prefill_chunk_size"}
 
 
+def generation_option(model: Any, arguments: dict[str, Any], name: str) -> Any:
+    """An option as `generate` finds it: among the arguments, in the configuration given, or in the model's own."""
+    given = [arguments.get(name)]
+    own = getattr(model, "generation_config", None)  # a wrapper may have none
+    given += [getattr(config, name, None) for config in (arguments.get("generation_config"), own)]
+    return next((value for value in given if value is not None), None)
+
+
 def default_mask(model: Any, ids: Tensor, arguments: dict[str, Any]) -> Tensor:
     """The mask that `generate` infers of ids without one: pads are hidden, unless the pad token also ends sequences."""
-
-    def token(name: str) -> Any:
-        values = [arguments.get(name)]
-        values += [getattr(c, name, None) for c in (arguments.get("generation_config"), model.generation_config)]
-        return next((value for value in values if value is not None), None)
-
-    pad, end = token("pad_token_id"), token("eos_token_id")
+    pad, end = (generation_option(model, arguments, name) for name in ("pad_token_id", "eos_token_id"))
     if pad is None or pad in (end if isinstance(end, (list, tuple)) else [end]):
         return torch.ones_like(ids)
     return ids.ne(pad).long()

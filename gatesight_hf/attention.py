@@ -41,7 +41,8 @@ def _tables(embedding: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
     # A copy: a dynamic RoPE writes down frequencies for the largest position that it was asked for.
     own = copy.deepcopy(embedding)
     cos, sin = own(torch.empty(0, device=positions.device, dtype=torch.float32), positions.unsqueeze(0))
-    return cos[0], sin[0]
+    # Hooks that spread a model over devices answer on the embedding's own.
+    return cos[0].to(positions.device), sin[0].to(positions.device)
 
 
 def named_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

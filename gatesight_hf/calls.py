@@ -1,21 +1,23 @@
 """How a cache follows the calls of its model: what it completes, records and masks, and takes back when one fails."""
 
 import time
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ._compat import IndexedCache, default_mask, without_restarting_chunks
+from ._compat import IndexedCache, default_mask, generation_option, without_restarting_chunks
 from .attention import AttentionView
 from .compaction import CompactionOptions, Plan
 from .errors import CacheStateError
 from .hybrid import HybridSpec, find_modules
-from .inputs import are_new, positions_of, whole_padding
+from .inputs import are_new, check_embeds, check_one_sequence, positions_of, repeats_of, whole_padding
 from .layers import GateSightAttentionLayer, GDNStateLayer, SlidingAttentionLayer
 from .multimodal import core_of, has_pictures, positions_on_axes, rope_deltas_after, without_seen_pictures
 from .recording import Recording
@@ -172,6 +174,7 @@ class CallFollower(IndexedCache, Cache, SignalSink):
         repeats = self._repeats_for(rows)
         past = None if self._padding is None else self._padding.repeat_interleave(repeats, dim=0)
         padding = whole_padding(model_inputs.get("attention_mask"), past, rows, self.get_seq_length(), length)
+        check_one_sequence(model_inputs, padding, self.get_seq_length())
 
         states = [layer.snapshot() for layer in self._all_layers]
         self._before = (states, {name: getattr(self, name) for name in _PER_FORWARD})
@@ -249,6 +252,14 @@ class CallFollower(IndexedCache, Cache, SignalSink):
         if not self.is_compacted:
             self.compact()
 
+    def end_generate(self) -> None:
+        if self._recording is not None:
+            warnings.warn(
+                "Nothing was compacted: this way of generating does not prefill as `generate` itself does, so that the "
+                "answer became part of the context. Prefill with a forward and call compact() first.",
+                stacklevel=4,
+            )
+
     def _recover(self) -> None:
         """Undo a forward that did not end (an error, or an interrupt that no hook sees)."""
         if self._before is not None:
@@ -261,11 +272,7 @@ class CallFollower(IndexedCache, Cache, SignalSink):
     def _repeats_for(self, rows: int) -> int:
         """How often each held row is repeated for `rows` rows of input: beams, several sequences or questions."""
         held = self.batch_size
-        if held == -1:
-            return 1
-        if rows % held:
-            raise ValueError(f"The cache holds {held} rows and the input has {rows}: not a multiple.")
-        return rows // held
+        return 1 if held == -1 else repeats_of(held, rows)
 
     def convolution_context(self, gdn: int) -> Tensor | None:
         layer = self.gdn_layers[gdn]
@@ -304,28 +311,37 @@ class CallFollower(IndexedCache, Cache, SignalSink):
             if self.is_compacted and isinstance(layer, SparseAttentionLayer):
                 layer.indexer_position_ids = None
 
-    def gdn_mask_for(self, mask: Any) -> Any:
-        return mask if self._late_pads is None else self._late_pads
+    def gdn_mask_for(self, mask: Any, device: torch.device) -> Any:
+        return mask if self._late_pads is None else self._late_pads.to(device)
 
     def begin_generate(self, model: Any, inputs: Tensor | None, arguments: dict[str, Any]) -> dict[str, Any]:
         self._recover()
-        config = arguments.get("generation_config")
-        for name in ("assistant_model", "prompt_lookup_num_tokens"):
-            if arguments.get(name) is not None or getattr(config, name, None) is not None:
+        option = partial(generation_option, model, arguments)
+        for name in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"):
+            if option(name):
                 raise ValueError(
                     f"{name}: GateSightCache does not support assisted decoding, since rejected tokens cannot be taken "
                     "out of GDN states. Generate without it."
                 )
-        if arguments.get("use_cache", getattr(config, "use_cache", True)) is False:
+        implementation = option("cache_implementation")
+        if implementation is not None:
+            raise ValueError(
+                f"cache_implementation={implementation!r} with a cache: leave one of them out. A GateSightCache is not "
+                "static, offloaded, quantised or paged."
+            )
+        if option("use_cache") is False:
             raise ValueError("use_cache=False with a cache: leave one of them out.")
         ids = inputs if inputs is not None else arguments.get("input_ids")
         mask, seen = arguments.get("attention_mask"), self.get_seq_length()
         core = core_of(model, find_modules(model, self.spec).decoder)
-        embedded = arguments.get("inputs_embeds") is not None
+        embeds = arguments.get("inputs_embeds")
+        embedded = embeds is not None
         if core is not None and embedded and seen and arguments.get("position_ids") is None:
             raise ValueError(
                 "A multimodal model goes on from a cache by input_ids; with inputs_embeds pass position_ids too."
             )
+        if embeds is not None and seen:
+            check_embeds(embeds.shape[1], seen, mask)
         if ids is None or embedded or seen == 0:
             return arguments
         arguments = without_restarting_chunks(model, arguments)

@@ -7,8 +7,24 @@ from torch import Tensor
 
 from .errors import CacheStateError
 
+#: Arguments by which trainers tell kernels where packed sequences begin.
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 #: An input that shares at least this many first tokens with the context, and half of them all, was meant to repeat it.
 MEANT_TO_REPEAT = 8
+
+
+def repeats_of(held: int, rows: int) -> int:
+    """How often each of `held` rows is repeated for `rows` rows of input.
+
+    Raises:
+        ValueError: Not a multiple.
+    """
+    if rows % held:
+        raise ValueError(
+            f"The cache holds {held} rows and the input has {rows}: not a multiple. After beams or several sequences a "
+            "cache holds a row for each of them; go on from a fork made before."
+        )
+    return rows // held
 
 
 def are_new(ids: Tensor, known: Tensor | None, seen: int) -> bool:
@@ -27,10 +43,8 @@ def are_new(ids: Tensor, known: Tensor | None, seen: int) -> bool:
             "The context was prefilled from embeddings, so that its ids are unknown: pass an attention_mask over all "
             f"{seen} seen tokens and the new ones."
         )
-    if len(ids) % len(known):
-        raise ValueError(f"The cache holds {len(known)} rows and the input has {len(ids)}: not a multiple.")
     length = min(ids.shape[1], seen)
-    repeated = known[:, :length].repeat_interleave(len(ids) // len(known), dim=0)
+    repeated = known[:, :length].repeat_interleave(repeats_of(len(known), len(ids)), dim=0)
     same = (ids[:, :length].to(known.device) == repeated).all(0)
     if bool(same.all()):
         if ids.shape[1] > seen:
@@ -96,3 +110,60 @@ def whole_padding(mask: Any, past: Tensor | None, rows: int, seen: int, length: 
 def positions_of(padding: Tensor, length: int) -> Tensor:
     """Positions `[B, length]` of the last tokens, pads not counted, as `generate` numbers them."""
     return (padding.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]
+
+
+def check_embeds(length: int, seen: int, mask: Any) -> None:
+    """Raise an error unless `length` embeddings given to `generate` are those of all tokens.
+
+    Args:
+        length: Tokens that have embeddings.
+        seen: Tokens seen.
+        mask: What the caller gave.
+
+    Raises:
+        CacheStateError: They are of new tokens alone.
+    """
+    if length <= seen or (mask is not None and mask.shape[1] > length):
+        raise CacheStateError(
+            f"inputs_embeds of {length} tokens, and the cache has seen {seen}: generate takes those of all tokens, or "
+            "new ones as input_ids. Of the seen ones nothing is read, so that zeros do."
+        )
+
+
+def check_one_sequence(inputs: dict[str, Any], padding: Tensor | None, seen: int) -> None:
+    """Raise an error if a row holds several packed sequences, or goes on at a position that it has passed.
+
+    Args:
+        inputs: Of the decoder. `position_ids` are `[B or 1, T]`, and must rise from token to token; or `[axes, B, T]`,
+            the first of which may stand still, as within a picture.
+        padding: `[B, seen + T]`, bool, False at pads, or None; positions of pads may be any.
+        seen: Tokens seen.
+
+    Raises:
+        ValueError: See above.
+    """
+    given = [name for name in PACKING if inputs.get(name) is not None]
+    if given:
+        raise ValueError(
+            f"{given[0]}: packed sequences share GDN states, which nothing separates here. Pad them on the left as a "
+            "batch, or give each a cache."
+        )
+    positions = inputs.get("position_ids")
+    if positions is None:
+        return
+    plain = positions.ndim == 2
+    of_text = positions if plain else positions[0]
+    rises = of_text.diff(dim=-1) >= int(plain)
+    begins = of_text[:, :1] >= (seen if plain else 0)
+    if padding is not None:
+        padding = padding.to(positions.device)
+        real = padding[:, seen:]
+        rises = rises | ~real[:, :-1]
+        begins = of_text[:, :1] >= padding[:, :seen].sum(-1, keepdim=True) if plain else begins
+        begins = begins | ~real[:, :1]
+    if not bool(torch.cat([begins, rises.expand(len(begins), -1)], dim=1).all()):
+        raise ValueError(
+            "position_ids go back or stand still. Within an input that means packed sequences, which share GDN states, "
+            "or pads without an attention_mask: pass sequences as left-padded rows with their mask. At its start it "
+            "means positions of the entries held: they go on from the tokens seen, which is the default."
+        )

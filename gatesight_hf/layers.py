@@ -33,6 +33,12 @@ class Extent:
     tail: int
 
 
+def refuse_offload() -> None:
+    raise NotImplementedError(
+        "GateSightCache does not offload its layers: after compaction they hold the kept fraction only."
+    )
+
+
 class GateSightAttentionLayer(CacheLayerMixin):
     """KV entries of one attention layer.
 
@@ -156,7 +162,7 @@ class GateSightAttentionLayer(CacheLayerMixin):
         self._clear()
 
     def offload(self) -> None:
-        raise NotImplementedError("GateSightCache does not offload its layers.")
+        refuse_offload()
 
     prefetch = offload
 
@@ -381,6 +387,11 @@ class SlidingAttentionLayer(DynamicSlidingWindowLayer):
 
     kind: ClassVar[str | None] = None
 
+    def offload(self) -> None:
+        refuse_offload()
+
+    prefetch = offload
+
     def snapshot(self) -> dict[str, Any]:
         """The layer's state by reference: free, since tensors are replaced and never written to."""
         return dict(vars(self))
@@ -403,6 +414,11 @@ class GDNStateLayer(LinearAttentionLayer):
 
     def reset(self) -> None:
         self.__init__(self.number_of_states)  # type: ignore[misc]
+
+    def offload(self) -> None:
+        refuse_offload()
+
+    prefetch = offload
 
     def activate_past_recording(self) -> None:
         raise NotImplementedError(

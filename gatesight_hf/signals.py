@@ -84,8 +84,8 @@ class SignalSink(ABC):
         """
 
     @abstractmethod
-    def gdn_mask_for(self, mask: Any) -> Any:
-        """The padding mask of the current tokens that GDN layers must use in place of `mask`."""
+    def gdn_mask_for(self, mask: Any, device: torch.device) -> Any:
+        """The padding mask of the current tokens that GDN layers on `device` must use in place of `mask`."""
 
     @abstractmethod
     def begin_generate(self, model: Any, inputs: Tensor | None, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -94,6 +94,10 @@ class SignalSink(ABC):
     @abstractmethod
     def end_prefill(self) -> None:
         """Called when `generate` has prefilled its prompt, in one forward or in chunks."""
+
+    @abstractmethod
+    def end_generate(self) -> None:
+        """Called when `generate` has returned."""
 
 
 @dataclass
@@ -177,13 +181,14 @@ def _before_gdn(key: tuple[int, str, int], layer: nn.Module, args: Any, kwargs: 
     if sink.wants_signals():
         _calls.by_key[key] = _Call(sink, layer, sink.convolution_context(key[2]))
     # transformers leaves the mask out for a single token, which may be a pad of a row that has not begun.
-    return args, {**kwargs, "attention_mask": sink.gdn_mask_for(kwargs.get("attention_mask"))}
+    hidden = named_arguments(args, kwargs)["hidden_states"]
+    return args, {**kwargs, "attention_mask": sink.gdn_mask_for(kwargs.get("attention_mask"), hidden.device)}
 
 
 def _before_ple(ple: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Per-layer embeddings see pads as GDN layers do; a pad counts as an end of sequence among their n-grams."""
     hidden, ids, sink = args
-    mask = sink.gdn_mask_for(kwargs.get("conv_mask")) if isinstance(sink, SignalSink) else None
+    mask = sink.gdn_mask_for(kwargs.get("conv_mask"), hidden.device) if isinstance(sink, SignalSink) else None
     if mask is None:
         return None
     return (hidden, ids.where(mask.bool(), ple.ple_embedding.eos_token_id), sink), {**kwargs, "conv_mask": mask}
@@ -252,7 +257,9 @@ def _generate(model: Any, before: Any, inputs: Tensor | None = None, *args: Any,
         return generate(inputs, *args, **kwargs)
     kwargs = {k: v for k, v in kwargs.items() if k not in CACHE_ARGUMENTS}
     completed = cache.begin_generate(model, inputs, kwargs)
-    return generate(inputs, *args, **completed, **{cache_argument(model): cache})
+    output = generate(inputs, *args, **completed, **{cache_argument(model): cache})
+    cache.end_generate()
+    return output
 
 
 def _prefill(model: Any, before: Any, ids: Tensor, config: Any, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:
@@ -278,9 +285,11 @@ class SignalHooks:
 
     def __init__(self, modules: HybridModules, adapter: FamilyAdapter) -> None:
         self._handles: list[RemovableHandle] = []
-        self._covered: list[Any] = []
+        #: Models whose `generate` and forward know the cache.
+        self.covered: list[Any] = []
         self._cores: list[Any] = []
         self._replaced: list[tuple[Any, str, Any]] = []
+        self._places: list[tuple[Any, str, Any]] = []
         self._decoder: Any = modules.decoder
         add = self._handles.append
         add(modules.decoder.register_forward_pre_hook(_before_decoder, with_kwargs=True))
@@ -289,8 +298,9 @@ class SignalHooks:
             key = (id(self), "gdn", i)
             add(gdn.register_forward_pre_hook(partial(_before_gdn, key), with_kwargs=True))
             for name in adapter.projections:
-                add(getattr(gdn, name).register_forward_hook(partial(_keep_output, key, name)))
-            add(getattr(gdn, adapter.gdn_output).register_forward_pre_hook(partial(_before_out_proj, key, adapter)))
+                add(self._part(gdn, name).register_forward_hook(partial(_keep_output, key, name)))
+            output = self._part(gdn, adapter.gdn_output)
+            add(output.register_forward_pre_hook(partial(_before_out_proj, key, adapter)))
             add(gdn.register_forward_hook(partial(_after_layer, key), always_call=True))
         for layer in modules.decoder.layers:  # type: ignore[union-attr]
             if getattr(layer, "ple", None) is not None:
@@ -299,25 +309,38 @@ class SignalHooks:
             key = (id(self), "attention", j)
             add(attention.register_forward_pre_hook(partial(_before_attention, key), with_kwargs=True))
             for name in adapter.viewed(attention):
-                add(getattr(attention, name).register_forward_hook(partial(_keep_output, key, name)))
-            add(attention.o_proj.register_forward_pre_hook(partial(_before_o_proj, key, adapter)))  # type: ignore[union-attr]
+                add(self._part(attention, name).register_forward_hook(partial(_keep_output, key, name)))
+            add(self._part(attention, "o_proj").register_forward_pre_hook(partial(_before_o_proj, key, adapter)))
             add(attention.register_forward_hook(partial(_after_layer, key), always_call=True))
             if adapter.indexed:
                 self._replace(attention.indexer, "forward", _index, key)
         modules.decoder._gatesight_hooks = self  # type: ignore[assignment]
 
+    def _part(self, layer: Any, name: str) -> Any:
+        part = getattr(layer, name)
+        self._places.append((layer, name, part))
+        return part
+
+    @property
+    def in_place(self) -> bool:
+        """False once a hooked projection was exchanged, for example for one with an adapter or quantised weights."""
+        return all(getattr(layer, name) is part for layer, name, part in self._places)
+
     def cover(self, model: Any) -> None:
         """Let `generate` and the forward of a model around the decoder know the cache; once per model."""
-        if any(covered is model for covered in self._covered):
+        if any(covered is model for covered in self.covered):
             return
         core = core_of(model, self._decoder)
         if core is not None and not any(covered is core for covered in self._cores):
             self._cores.append(core)
             self._handles.append(core.register_forward_pre_hook(_before_core, with_kwargs=True))
             self._handles.append(core.register_forward_hook(_after_core, with_kwargs=True, always_call=True))
-        self._covered.append(model)
-        self._handles.append(model.register_forward_pre_hook(_rename_cache, with_kwargs=True))
         for module in model.modules():
+            # A wrapper hands its arguments on to the model inside.
+            inside = hasattr(type(module), "_prefill") and not any(covered is module for covered in self.covered)
+            if module is model or inside:
+                self.covered.append(module)
+                self._handles.append(module.register_forward_pre_hook(_rename_cache, with_kwargs=True))
             for name, method in _METHODS.items():
                 if hasattr(type(module), name) and getattr(vars(module).get(name), "func", None) is not method:
                     self._replace(module, name, method)
@@ -339,7 +362,7 @@ class SignalHooks:
                     setattr(module, name, ours.args[1])
         if vars(self._decoder).get("_gatesight_hooks") is self:
             del self._decoder._gatesight_hooks
-        self._handles, self._covered, self._cores, self._replaced = [], [], [], []
+        self._handles, self.covered, self._cores, self._replaced, self._places = [], [], [], [], []
 
     def __enter__(self) -> "SignalHooks":
         return self
@@ -351,6 +374,8 @@ class SignalHooks:
 def attach(model: Any) -> SignalHooks:
     """Put the hooks on a model, or return those that are on its decoder already, perhaps through another wrapper.
 
+    Where projections were exchanged since then (adapters, quantisation), hooks are put on the new ones.
+
     Raises:
         UnsupportedModelError: The model is no hybrid of a known family, or multimodal only by its configuration.
     """
@@ -361,6 +386,13 @@ def attach(model: Any) -> SignalHooks:
             "a vision tower and numbers their positions."
         )
     held: Any = vars(modules.decoder).get("_gatesight_hooks")
-    hooks: SignalHooks = SignalHooks(modules, adapter_for(model.config)) if held is None else held
+    if held is None or not held.in_place:
+        covered = [] if held is None else held.covered
+        if held is not None:
+            held.remove()
+        held = SignalHooks(modules, adapter_for(model.config))
+        for earlier in covered:
+            held.cover(earlier)
+    hooks: SignalHooks = held
     hooks.cover(model)
     return hooks
