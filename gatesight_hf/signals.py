@@ -125,10 +125,9 @@ def gdn_signals(adapter: FamilyAdapter, layer: Any, outputs: dict[str, Tensor], 
 # -- hooks: module-level functions, so that models with hooks can still be copied and pickled --------------------------
 
 
-def _rename_cache(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Both names of the cache argument work on every version, without a warning."""
+def _rename_cache(native: str, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Both names of the cache argument, of which one is the model's own, work on every version, without a warning."""
     cache = cache_of_call(kwargs)
-    native = cache_argument(model)
     if isinstance(cache, SignalSink) and native not in kwargs:
         return args, {**{k: v for k, v in kwargs.items() if k not in CACHE_ARGUMENTS}, native: cache}
     return None
@@ -316,7 +315,9 @@ class SignalHooks:
             self._handles.append(core.register_forward_pre_hook(_before_core, with_kwargs=True))
             self._handles.append(core.register_forward_hook(_after_core, with_kwargs=True, always_call=True))
         self._covered.append(model)
-        self._handles.append(model.register_forward_pre_hook(_rename_cache, with_kwargs=True))
+        self._handles.append(
+            model.register_forward_pre_hook(partial(_rename_cache, cache_argument(model)), with_kwargs=True)
+        )
         for module in model.modules():
             for name, method in _METHODS.items():
                 if hasattr(type(module), name) and getattr(vars(module).get(name), "func", None) is not method:
