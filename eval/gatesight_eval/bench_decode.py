@@ -48,10 +48,10 @@ WAYS = {
 }
 BASELINE = next(iter(WAYS))
 NOTES = """\
-A step reads the weights once for all rows, and each row's entries and GDN states. Speeds are relative to the first row,
-and so are bytes: where a way copies entries besides reading them, as a dynamic cache does to append one, it cannot reach
-its ratio of bytes. The slice is one of the sixteen equal parts of the whole model, so that ratios of bytes are the whole
-model's but for embeddings. Times are medians of passes that take turns."""
+A step reads the weights once for all rows, and each row's entries and GDN states. Speeds and inverse bytes are relative
+to the first row of a table. Where a way copies entries besides reading them, as a dynamic cache does to append one, it
+cannot reach its ratio of bytes. The slice is one of the sixteen equal parts of the whole model, so that ratios of bytes
+are the whole model's but for embeddings. Times are medians of passes that take turns."""
 
 
 class Contest:
@@ -66,6 +66,7 @@ class Contest:
         self._forward(model, seen, parent)
         generator = torch.Generator(model.device).manual_seed(SEED)
         scale = (kept_fraction * tokens) ** 0.5  # so that the mean over the kept values is of order 1
+        layer: Any
         for layer in parent.attention_layers:
             shape = (rows, layer.tail_keys.shape[1], tokens - SEEN, layer.tail_keys.shape[3])
 
@@ -78,7 +79,7 @@ class Contest:
         parent._ids = random_ids(model, tokens, SEED).expand(rows, -1)
         static = StaticCache(model.config, max_cache_len=tokens + room)
         self._forward(model, seen, static)
-        self.full = {"dynamic": parent.fork(), "static": static}
+        self.dynamic, self.static = parent.fork(), static
         parent.compact()
         self.parent, self.frozen = parent, FrozenCache(parent, room)
         self.kept = parent.report().physical_lengths[0]
@@ -94,8 +95,9 @@ class Contest:
             return self.frozen
         if way == "compacted":
             return self.parent.fork()
-        source = self.full["dynamic"].fork()
-        plain = self.full["static"] if "Static" in way else DynamicCache(config=self.model.config)
+        source = self.dynamic.fork()
+        plain: Any = self.static if "Static" in way else DynamicCache(config=self.model.config)
+        theirs: Any
         for i, theirs in enumerate(source.layers):
             mine = plain.layers[i]
             if i in source.spec.attention_layers and "Static" in way:
@@ -132,9 +134,10 @@ class Contest:
     def _masked(self) -> Tensor:
         """Logits with the full cache and a mask that hides what the compacted one has evicted."""
         modules = [layer.self_attn for layer in self.model.model.layers if hasattr(layer, "self_attn")]
+        layers: list[Any] = list(self.parent.attention_layers)
         handles = []
         group = self.parent.spec.num_attention_heads // self.parent.spec.num_key_value_heads
-        for module, layer in zip(modules, self.parent.attention_layers, strict=True):
+        for module, layer in zip(modules, layers, strict=True):
             shown = torch.zeros((*layer.kept_keys.shape[:2], self.tokens), dtype=torch.bool, device=self.model.device)
             shown.scatter_(2, layer.kept_positions.long(), True)
 
