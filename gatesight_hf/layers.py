@@ -312,7 +312,7 @@ def mask_for_implementation(mask: Tensor, implementation: str, dtype: torch.dtyp
         )
     if implementation == "sdpa":
         return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 class LatentAttentionLayer(GateSightAttentionLayer):
