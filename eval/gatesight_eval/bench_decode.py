@@ -9,6 +9,7 @@ good for times; every way is first compared with another, and no time is given o
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -51,7 +52,16 @@ NOTES = """\
 A step reads the weights once for all rows, and each row's entries and GDN states. Speeds and inverse bytes are relative
 to the first row of a table. Where a way copies entries besides reading them, as a dynamic cache does to append one, it
 cannot reach its ratio of bytes. The slice is one of the sixteen equal parts of the whole model, so that ratios of bytes
-are the whole model's but for embeddings. Times are medians of passes that take turns."""
+are the whole model's but for embeddings, unless it was made narrower. Times are medians of passes that take turns."""
+
+
+def _by_processor(device: torch.device) -> bool:
+    """Whether times are those of the processor: one thread, which others may interrupt."""
+    return device.type == "cpu" and torch.get_num_threads() == 1
+
+
+def _now(device: torch.device) -> float:
+    return time.process_time() if _by_processor(device) else clock(device)
 
 
 class Contest:
@@ -157,10 +167,10 @@ class Contest:
         """Of one step, on the mean of a pass."""
         step, cache = self.compiled if WAYS[way][1] else self.model, self.cache(way)
         self._forward(step, self.ids[:, :1], cache)
-        begun = clock(self.model.device)
+        begun = _now(self.model.device)
         for i in range(self.steps):
             self._forward(step, self.ids[:, 1 + i : 2 + i], cache)
-        return (clock(self.model.device) - begun) / self.steps
+        return (_now(self.model.device) - begun) / self.steps
 
     def bytes_read(self, evicted: bool) -> dict[str, int]:
         """By one step: weights of all matrices, entries and GDN states."""
@@ -195,15 +205,16 @@ def measure(contest: Contest, repeats: int) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Everything, as JSON values; without any time if outputs differ."""
-    model = build_slice(args.tiny, DTYPES[args.dtype], torch.device(args.device), SEED)
+    model = build_slice(args.tiny, DTYPES[args.dtype], torch.device(args.device), SEED, args.narrow)
     model.set_attn_implementation("sdpa")
     compiled = torch.compile(model.__call__, backend=args.backend, fullgraph=True, dynamic=False)
     result: dict[str, Any] = {
         "what": "decoding with full, compacted and frozen caches",
         "asked": {name: value for name, value in vars(args).items() if name != "output"},
-        "model": "very small random model" if args.tiny else f"Qwen3.8-27B, {SLICE_LAYERS} of {WHOLE_LAYERS} layers",
+        "model": _model_name(args),
         "hardware": hardware(torch.device(args.device)),
         "threads": torch.get_num_threads(),
+        "clock": "processor" if _by_processor(torch.device(args.device)) else "wall",
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "commit": commit(),
         "seed": SEED,
@@ -221,6 +232,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             settings.append(measure(contest, args.repeats))
             del contest
     return {**result, "settings": settings, "checks": [check.to_dict() for check in checks]}
+
+
+def _model_name(args: argparse.Namespace) -> str:
+    if args.tiny:
+        return "very small random model"
+    narrow = f", hidden and MLP sizes divided by {args.narrow}" if args.narrow > 1 else ""
+    return f"Qwen3.8-27B, {SLICE_LAYERS} of {WHOLE_LAYERS} layers{narrow}"
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -243,7 +261,7 @@ def markdown(result: dict[str, Any]) -> str:
     parts += ["\n".join(lines), (
         f"{result['model']}, random weights (seed {result['seed']}), {asked['dtype']}, sdpa, {asked['backend']}, "
         f"kept fraction {asked['kept_fraction']:g}, {asked['repeats']} passes of {asked['steps']} steps. "
-        f"{result['hardware']}, {result['threads']} thread(s). {versions}. Commit {result['commit']}."
+        f"{result['hardware']}, {result['threads']} thread(s), {result['clock']} time. {versions}. Commit {result['commit']}."
     )]  # fmt: skip
     return "\n\n".join(parts) + "\n"
 
@@ -278,6 +296,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument(
+        "--narrow", type=int, default=1, help="divide hidden and MLP sizes, so that weights weigh less beside entries"
+    )
     parser.add_argument("--kept-fraction", type=float, default=0.1)
     parser.add_argument("--repeats", type=int, default=5, help="timed passes")
     parser.add_argument("--steps", type=int, default=4, help="of a pass")
@@ -287,8 +308,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not 0 < args.kept_fraction < 1:
         parser.error("--kept-fraction must be above 0 and below 1")
-    if min(args.lengths) <= SEEN or min(*args.rows, args.repeats, args.steps) < 1:
-        parser.error(f"--lengths must be above {SEEN}; --rows, --repeats and --steps 1 or more")
+    if min(args.lengths) <= SEEN or min(*args.rows, args.repeats, args.steps, args.narrow) < 1:
+        parser.error(f"--lengths must be above {SEEN}; --rows, --repeats, --steps and --narrow 1 or more")
     return args
 
 
