@@ -261,7 +261,8 @@ def markdown(result: dict[str, Any]) -> str:
     parts += ["\n".join(lines), (
         f"{result['model']}, random weights (seed {result['seed']}), {asked['dtype']}, sdpa, {asked['backend']}, "
         f"kept fraction {asked['kept_fraction']:g}, {asked['repeats']} passes of {asked['steps']} steps. "
-        f"{result['hardware']}, {result['threads']} thread(s), {result['clock']} time. {versions}. Commit {result['commit']}."
+        f"{result['hardware']}, {result['threads']} thread(s), {result['clock']} time. {versions}. "
+        f"Commit {result['commit']}."
     )]  # fmt: skip
     return "\n\n".join(parts) + "\n"
 
