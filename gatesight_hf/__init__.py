@@ -9,6 +9,7 @@ from .errors import (
     UnsupportedModelError,
 )
 from .estimator import Estimator, EstimatorConfig
+from .frozen import FrozenCache
 from .report import CacheReport
 from .scoring import Prefill, Scorer
 from .session import Session
@@ -21,6 +22,7 @@ __all__ = [
     "Estimator",
     "EstimatorConfig",
     "EstimatorMismatchError",
+    "FrozenCache",
     "GateSightCache",
     "Prefill",
     "Scorer",

@@ -325,11 +325,6 @@ class GateSightAttentionLayer(CacheLayerMixin):
         padded = self.kept_valid is not None or late is not None
         if (query_length == 1 or "flash" in implementation) and not padded and not self.needs_mask:
             return None
-        if implementation not in ("sdpa", "eager"):
-            raise ValueError(
-                "A compacted cache works with attention implementations sdpa and eager (and flash without padding), "
-                f"not {implementation!r}; call model.set_attn_implementation('sdpa')."
-            )
         mask = torch.ones((1, 1, query_length, self.kept_length + tail), dtype=torch.bool, device=device)
         mask[..., self.kept_length :] = mask[..., self.kept_length :].tril(tail - query_length)
         if padded:
@@ -340,9 +335,23 @@ class GateSightAttentionLayer(CacheLayerMixin):
             rows = max(len(kept), len(late))
             late = late.unsqueeze(1).expand(rows, kept.shape[1], -1)
             mask = mask & torch.cat([kept.expand(rows, -1, -1), late], dim=-1).unsqueeze(2)
-        if implementation == "sdpa":
-            return mask
-        return torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(~mask, torch.finfo(dtype).min)
+        return mask_for_implementation(mask, implementation, dtype)
+
+
+def mask_for_implementation(mask: Tensor, implementation: str, dtype: torch.dtype) -> Tensor:
+    """The bool mask, or what an attention implementation takes in its place.
+
+    Raises:
+        ValueError: An implementation for which no such mask is known.
+    """
+    if implementation not in ("sdpa", "eager"):
+        raise ValueError(
+            "A compacted cache works with attention implementations sdpa and eager (and, unless frozen, flash without "
+            f"padding), not {implementation!r}; call model.set_attn_implementation('sdpa')."
+        )
+    if implementation == "sdpa":
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 class LatentAttentionLayer(GateSightAttentionLayer):
@@ -353,7 +362,7 @@ class LatentAttentionLayer(GateSightAttentionLayer):
     scale per channel, as a key has.
     """
 
-    kind = "latent"
+    kind: ClassVar[str | None] = "latent"
 
     def _clear(self) -> None:
         super()._clear()
@@ -410,7 +419,7 @@ class GDNStateLayer(LinearAttentionLayer):
     """Convolution and recurrent state of one GDN layer, with batch operations, forks, rollback and files."""
 
     #: Names the layer's class in files of saved caches.
-    kind = "gdn"
+    kind: ClassVar[str | None] = "gdn"
 
     def reset(self) -> None:
         self.__init__(self.number_of_states)  # type: ignore[misc]

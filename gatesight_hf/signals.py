@@ -129,10 +129,9 @@ def gdn_signals(adapter: FamilyAdapter, layer: Any, outputs: dict[str, Tensor], 
 # -- hooks: module-level functions, so that models with hooks can still be copied and pickled --------------------------
 
 
-def _rename_cache(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Both names of the cache argument work on every version, without a warning."""
+def _rename_cache(native: str, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Both names of the cache argument, of which one is the model's own, work on every version, without a warning."""
     cache = cache_of_call(kwargs)
-    native = cache_argument(model)
     if isinstance(cache, SignalSink) and native not in kwargs:
         return args, {**{k: v for k, v in kwargs.items() if k not in CACHE_ARGUMENTS}, native: cache}
     return None
@@ -340,7 +339,8 @@ class SignalHooks:
             inside = hasattr(type(module), "_prefill") and not any(covered is module for covered in self.covered)
             if module is model or inside:
                 self.covered.append(module)
-                self._handles.append(module.register_forward_pre_hook(_rename_cache, with_kwargs=True))
+                rename = partial(_rename_cache, cache_argument(module))
+                self._handles.append(module.register_forward_pre_hook(rename, with_kwargs=True))
             for name, method in _METHODS.items():
                 if hasattr(type(module), name) and getattr(vars(module).get(name), "func", None) is not method:
                     self._replace(module, name, method)

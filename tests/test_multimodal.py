@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from gatesight_hf import CacheStateError, GateSightCache, UnsupportedModelError
+from gatesight_hf import CacheStateError, FrozenCache, GateSightCache, UnsupportedModelError
 from gatesight_hf._compat import cache_argument
 from gatesight_hf.hybrid import HybridSpec
 from gatesight_hf.methods import ExpectedAttention, KVzip, RandomScorer, SnapKV
@@ -416,3 +416,21 @@ def test_ids_of_images_are_known(model: Any) -> None:
     short = PICTURE.ids[:, :-2]
     with pytest.raises(CacheStateError, match="shorter prefix"):
         model.generate(input_ids=short, max_new_tokens=2, **{cache_argument(model): cache})
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_frozen_cache_goes_on_from_its_pictures(model: Any, rows: int) -> None:
+    cache = cached(model, PICTURES, kept_fraction=0.5)
+    cache.compact()
+    cached(model, TEXT)  # another document, whose positions the model has by now
+    question = torch.cat([text_ids(5, 40 + row) for row in range(rows)])
+    expected, logits = tokens_of(model, cache.fork(), input_ids=question)
+    frozen = FrozenCache(cache, 16)
+    for _ in range(2):
+        tokens, found = tokens_of(model, frozen, input_ids=question)
+        assert torch.equal(tokens, expected)
+        assert_same(found, logits)
+        frozen.rewind()
+    assert_same(run(model, frozen, input_ids=question), run(model, cache.fork(), input_ids=question))
+    with pytest.raises(CacheStateError, match="no new images"):
+        run(model, frozen, **{**PICTURE.inputs, "input_ids": PICTURE.ids.expand(rows, -1)})

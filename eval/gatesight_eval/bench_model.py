@@ -23,15 +23,15 @@ HIDDEN = 64
 CALIBRATION_TOKENS = 256
 
 
-def config(layers: int, tiny: bool = False) -> Qwen3_5TextConfig:
-    """Qwen3.8-27B's layers, or very small ones, with a small vocabulary."""
+def config(layers: int, tiny: bool = False, narrow: int = 1) -> Qwen3_5TextConfig:
+    """Qwen3.8-27B's layers, or very small ones, with a small vocabulary; hidden and MLP sizes divided by `narrow`."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
     rope |= {"mrope_section": [2, 1, 1] if tiny else [11, 11, 10], "mrope_interleaved": True}
     gdn, attention = (16, 32) if tiny else (128, 256)
     return Qwen3_5TextConfig(
         vocab_size=128 if tiny else 4096,
-        hidden_size=64 if tiny else 5120,
-        intermediate_size=96 if tiny else 17408,
+        hidden_size=64 if tiny else 5120 // narrow,
+        intermediate_size=96 if tiny else 17408 // narrow,
         num_hidden_layers=layers,
         num_attention_heads=6 if tiny else 24,
         num_key_value_heads=2 if tiny else 4,
@@ -46,9 +46,9 @@ def config(layers: int, tiny: bool = False) -> Qwen3_5TextConfig:
     )
 
 
-def build_slice(tiny: bool, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
+def build_slice(tiny: bool, dtype: torch.dtype, device: torch.device, seed: int, narrow: int = 1) -> Any:
     """The slice with seeded weights, made on the device: activations of order 1, slow to fast decays."""
-    of_slice = config(SLICE_LAYERS, tiny)
+    of_slice = config(SLICE_LAYERS, tiny, narrow)
     with torch.device("meta"):
         model: Any = Qwen3_5ForCausalLM(of_slice)
     model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
