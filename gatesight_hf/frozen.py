@@ -227,7 +227,7 @@ class FrozenCache(GateSightCache):
         layer = self.attention_layers[ordinal]
         return layer.attention_mask(query.shape[1], None, implementation, query.dtype, group)
 
-    def gdn_mask_for(self, mask: Any) -> Any:
+    def gdn_mask_for(self, mask: Any, device: torch.device) -> Any:
         return None
 
     def _positions_on_axes(self, core: Any, inputs: dict[str, Any]) -> Tensor:
