@@ -280,6 +280,11 @@ def _check_can_be_frozen(parent: GateSightCache) -> None:
             "A growing cache cannot be frozen: compacting it again would change its shapes. Make it without growing "
             "and recompact_every."
         )
+    if parent.options.entries_dtype is not None:
+        raise CacheStateError(
+            "A cache with quantised entries cannot be frozen, since its steps read entries as they are. Make it "
+            "without entries_dtype."
+        )
     if not parent.is_compacted:
         raise CacheStateError("Only a compacted cache can be frozen: prefill a context and call compact() first.")
     kinds = {type(layer) for layer in parent.layers} - {GDNStateLayer, *_FROZEN}

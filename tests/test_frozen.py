@@ -394,6 +394,9 @@ def test_what_cannot_be_frozen_says_so(dense, parent):
     for room in (0, -1, 2.5, True):
         with pytest.raises(ValueError, match="max_new_tokens"):
             FrozenCache(parent, room)
+    quantised = compacted(dense, random_ids(12), entries_dtype="int8")
+    with pytest.raises(CacheStateError, match="quantised entries cannot be frozen"):
+        FrozenCache(quantised, 8)
 
 
 @pytest.mark.core
