@@ -6,12 +6,14 @@ from typing import Any
 REFERENCE = "reference"
 
 
-def load_named(name: str, dtype: str | None = None) -> tuple[Any, Any]:
+def load_named(name: str, dtype: str | None = None, device_map: str | dict[str, Any] | None = None) -> tuple[Any, Any]:
     """A model in evaluation mode, and its tokenizer.
 
     Args:
         name: `reference` (bundled), or a folder or Hub id of a hybrid model.
         dtype: Of the model, such as `bfloat16`; None is its own.
+        device_map: As transformers takes it, such as `auto` or `cuda:1`; None is `auto` where there is a GPU. The
+            bundled model stays on the CPU.
 
     Raises:
         FileNotFoundError: No such folder.
@@ -31,6 +33,7 @@ def load_named(name: str, dtype: str | None = None) -> tuple[Any, Any]:
         if not Path(name).expanduser().is_dir():
             raise FileNotFoundError(f"--model {name}: no such folder.")
         name = str(Path(name).expanduser())
-    placement = {"device_map": "auto"} if torch.cuda.is_available() else {}
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", **placement).eval()
+    if device_map is None and torch.cuda.is_available():
+        device_map = "auto"
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", device_map=device_map).eval()
     return model, AutoTokenizer.from_pretrained(name)

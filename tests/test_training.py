@@ -17,6 +17,7 @@ from gatesight_hf.methods import HiddenStateConfig, HiddenStateScorer
 from gatesight_hf.scoring import Recorder
 from gatesight_hf.training import collect as collecting
 from gatesight_hf.training.collect import Sampling, Shard, collect, read_shards
+from gatesight_hf.training.documents import read_texts, reference_texts, tokenized
 from gatesight_hf.training.fit import (
     FitOptions,
     fit,
@@ -26,7 +27,7 @@ from gatesight_hf.training.fit import (
     mlp_scores,
     signal_inputs,
 )
-from gatesight_hf.training.run import claim_folder, read_texts, reference_texts, tokenized
+from gatesight_hf.training.run import claim_folder
 
 from .conftest import cache_kwargs, prefilled, random_ids, tiny_model
 
@@ -110,7 +111,9 @@ def test_repeats_of_one_row_share_its_entries(dense: Any) -> None:
     parent = prefilled(dense, random_ids(40), kept_fraction=1.0)
     parent.compact()
     child = parent.fork()
-    dense.generate(random_ids(3, seed=1), **cache_kwargs(dense, child), do_sample=True, num_return_sequences=5, max_new_tokens=2)
+    dense.generate(
+        random_ids(3, seed=1), **cache_kwargs(dense, child), do_sample=True, num_return_sequences=5, max_new_tokens=2
+    )
     for layer, shared in zip(child.attention_layers, parent.attention_layers, strict=True):
         assert layer.kept_keys.shape[0] == 5
         assert layer.kept_keys.untyped_storage().data_ptr() == shared.kept_keys.untyped_storage().data_ptr()
@@ -224,7 +227,7 @@ def test_train_command_writes_a_folder_that_loads(
     from gatesight_hf.training import run
 
     pair = dense, SmallVocabulary(reference.load_tokenizer())
-    monkeypatch.setattr(run, "load_named", lambda name: pair)
+    monkeypatch.setattr(run, "load_named", lambda name, dtype, device_map: pair)
     arguments = ["train", "--model", "reference", "--out", str(tmp_path / "estimator"), "--length", "48"]
     arguments += ["--train-documents", "3", "--eval-documents", "2", "--continuations", "2", "--epochs", "2", "--json"]
     assert main(arguments) == 0

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +23,9 @@ from ..hybrid import HybridSpec
 from ..scoring import Needs, Recorder
 from ..utility import continuation_utilities, normalise
 
+#: Of files that are not whole.
+PARTIAL = ".partial"
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -33,8 +37,8 @@ class Sampling:
         temperature: Of sampling.
         prompts: Ids put after the document before sampling, each a list; one empty list samples straight on.
         seed: Of the whole collection; document k uses seed + k.
-        rows: Continuations sampled at a time; None is all. They share the document's entries, but each has GDN states of
-            its own, and while an attention layer runs, a copy of that layer's entries.
+        rows: Continuations sampled at a time; None is all. They share the document's entries, but each has its own GDN
+            states, and a copy of the entries of the attention layer that is running.
     """
 
     continuations: int = 8
@@ -153,8 +157,9 @@ def collect(
     label: str,
     total: int | None = None,
     hidden_states: bool = False,
+    share: tuple[int, int] = (0, 1),
 ) -> list[Path]:
-    """Write one shard per document into `folder`; returns the shards in document order.
+    """Write one shard per document into `folder`; returns the shards of all documents, in their order.
 
     Args:
         model: A hybrid model in evaluation mode.
@@ -164,15 +169,19 @@ def collect(
         label: Of the progress bar.
         total: Documents expected, for the progress bar.
         hidden_states: See `document_tensors`.
+        share: Index of this process and number of processes: document k is collected by process k modulo their number.
+            Others may still be at theirs when this returns.
 
     Raises:
         ValueError: A shard that is there already was made from another document.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    shards = []
-    for k, ids in enumerate(tqdm(documents, desc=label, unit="document", total=total)):
+    shards, (index, processes) = [], share
+    for k, ids in enumerate(tqdm(documents, desc=label, unit="document", total=total, disable=index > 0)):
         shard = folder / f"document_{k:05}.safetensors"
         shards.append(shard)
+        if k % processes != index:
+            continue
         tensor = torch.tensor([list(ids)], dtype=torch.long, device=model.device)
         made = _ids_of(shard)
         if made is not None:
@@ -183,10 +192,26 @@ def collect(
                 )
             continue
         stored = document_tensors(model, tensor, sampling, sampling.seed + k, hidden_states)
-        partial = shard.with_suffix(".partial")
-        save_file({**stored, "ids": tensor[0].cpu()}, partial)
-        partial.replace(shard)
+        _store(shard, {**stored, "ids": tensor[0].cpu()})
     return shards
+
+
+def _store(shard: Path, tensors: dict[str, Tensor]) -> None:
+    partial = partial_of(shard)
+    save_file(tensors, partial)
+    try:
+        partial.replace(shard)
+    except FileNotFoundError:
+        # Another run on the same folder was faster, and cleared up.
+        if not shard.exists():
+            raise
+    for left_over in shard.parent.glob(f"{shard.stem}.*{PARTIAL}"):
+        left_over.unlink(missing_ok=True)
+
+
+def partial_of(path: Path) -> Path:
+    """Where to write a file before it takes its place whole: a name that no other process has."""
+    return path.with_name(f"{path.stem}.{uuid4().hex}{PARTIAL}")
 
 
 @dataclass(frozen=True)
