@@ -92,7 +92,12 @@ def _add_collection(verb: argparse.ArgumentParser) -> None:
 def _add_train(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     verb = verbs.add_parser("train", help="train an estimator for a model, on documents")
     _add_collection(verb)
-    verb.add_argument("--out", type=Path, required=True, help="folder of the estimator, ready for the Hub")
+    verb.add_argument("--out", type=Path, help="folder of the estimator, ready for the Hub")
+    verb.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="load no weights: check the shapes of the model's configuration, and say what training takes at least",
+    )
     verb.add_argument(
         "--hidden-states",
         action="store_true",
@@ -102,6 +107,12 @@ def _add_train(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
 
 
 def _train(args: argparse.Namespace) -> None:
+    if args.dry_run:
+        from .training.dry_run import dry_run, format_dry_run
+
+        found = dry_run(args)
+        print(json.dumps(found, indent=2) if args.json else format_dry_run(found))
+        return
     from .training.run import format_metrics, train_from_arguments
 
     metrics = train_from_arguments(args)

@@ -22,6 +22,7 @@ from ..methods.hidden import HIDDEN_STATES_FOLDER, HiddenStateConfig
 from .collect import Sampling, collect, partial_of
 from .documents import SHORTEST_SHARE, dataset_texts, read_texts, reference_texts, tokenized
 from .fit import FitOptions, fit
+from .plan import prompts_of
 from .processes import all_processes
 
 #: Options that count something.
@@ -106,7 +107,7 @@ def collect_from_arguments(args: argparse.Namespace, longer_documents: int = 0, 
     device_map = args.device_map or ({"": run.device} if run.num_processes > 1 else None)
     model, tokenizer = load_named(args.model, args.dtype, device_map)
     name = "gatesight-reference" if is_reference else args.model
-    prompts = args.prompt or (["question :"] if is_reference else [""])
+    prompts = prompts_of(args)
     sampling = Sampling(
         continuations=args.continuations,
         tokens=args.continuation_tokens,
@@ -167,6 +168,8 @@ def collect_from_arguments(args: argparse.Namespace, longer_documents: int = 0, 
 
 def train_from_arguments(args: argparse.Namespace) -> dict[str, Any] | None:
     """Collect, fit, measure and write. Returns what `metrics.json` holds; None in all processes but the main one."""
+    if args.out is None:
+        raise ValueError("--out is needed: the folder of the estimator.")
     collected = collect_from_arguments(args)
     if not collected.is_main:
         return None
