@@ -56,19 +56,26 @@ def _ask(args: argparse.Namespace) -> None:
 def _add_collection(verb: argparse.ArgumentParser) -> None:
     """Options of what collects documents and fits on them."""
     verb.add_argument("--model", required=True, help="'reference' (bundled), or a folder or Hub id of a hybrid model")
-    verb.add_argument(
+    verb.add_argument("--dtype", help="of the model, such as bfloat16 (default: its own)")
+    verb.add_argument("--device-map", help="where its layers go, as transformers takes it (default with GPUs: auto)")
+    source = verb.add_mutually_exclusive_group()
+    source.add_argument(
         "--documents",
         type=Path,
         nargs="+",
         help="text files (.txt: one document each; .jsonl: a 'text' per line) or folders of them; "
         "not needed for the reference model, whose documents are generated",
     )
+    source.add_argument("--dataset", metavar="NAME[:CONFIG]", help="data set of the Hub, or a folder or file of one")
+    verb.add_argument("--split", default="train", help="of the data set (default: train)")
+    verb.add_argument("--text-column", default="text", help="of the data set (default: text)")
     verb.add_argument("--data", type=Path, help="folder of the collected data (default: OUT with '-data' appended)")
     verb.add_argument("--train-documents", type=int, default=96)
     verb.add_argument("--eval-documents", type=int, default=32)
     verb.add_argument("--length", type=int, default=1024, help="tokens per document; longer ones are cut")
     verb.add_argument("--continuations", type=int, default=16, help="sampled per document and prompt")
     verb.add_argument("--continuation-tokens", type=int, default=24)
+    verb.add_argument("--rows", type=int, help="continuations sampled at a time; fewer take less memory (default: all)")
     verb.add_argument(
         "--prompt",
         action="append",
@@ -85,7 +92,12 @@ def _add_collection(verb: argparse.ArgumentParser) -> None:
 def _add_train(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     verb = verbs.add_parser("train", help="train an estimator for a model, on documents")
     _add_collection(verb)
-    verb.add_argument("--out", type=Path, required=True, help="folder of the estimator, ready for the Hub")
+    verb.add_argument("--out", type=Path, help="folder of the estimator, ready for the Hub")
+    verb.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="load no weights: check the shapes of the model's configuration, and say what training takes at least",
+    )
     verb.add_argument(
         "--hidden-states",
         action="store_true",
@@ -95,10 +107,17 @@ def _add_train(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
 
 
 def _train(args: argparse.Namespace) -> None:
+    if args.dry_run:
+        from .training.dry_run import dry_run, format_dry_run
+
+        found = dry_run(args)
+        print(json.dumps(found, indent=2) if args.json else format_dry_run(found))
+        return
     from .training.run import format_metrics, train_from_arguments
 
     metrics = train_from_arguments(args)
-    print(json.dumps(metrics, indent=2) if args.json else format_metrics(metrics))
+    if metrics is not None:
+        print(json.dumps(metrics, indent=2) if args.json else format_metrics(metrics))
 
 
 def _add_analyze(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -118,7 +137,8 @@ def _analyze(args: argparse.Namespace) -> None:
     from gatesight_eval.observation_tables import markdown
 
     found = analyze_from_arguments(args)
-    print(json.dumps(found, indent=2) if args.json else markdown(found, args.out.name))
+    if found is not None:
+        print(json.dumps(found, indent=2) if args.json else markdown(found, args.out.name))
 
 
 def _add_serve(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -183,7 +183,13 @@ class GateSightAttentionLayer(CacheLayerMixin):
         self._map(lambda tensor: tensor[indices.to(tensor.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+        def repeated(tensor: Tensor) -> Tensor:
+            # The entries of one row are shared by all repeats, not copied: held tensors are never written to.
+            if len(tensor) == 1:
+                return tensor.expand(repeats, *tensor.shape[1:])
+            return tensor.repeat_interleave(repeats, dim=0)
+
+        self._map(repeated)
 
     # -- compaction, forks, rollback -----------------------------------------------------------------------------------
 

@@ -3,15 +3,16 @@
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from huggingface_hub import ModelCard
+from transformers import AutoConfig
 
 from gatesight_eval import cards
-from gatesight_eval.training_plan import H200, estimate, estimator_sizes, layout_of, text_config
 from gatesight_hf import EstimatorConfig
 from gatesight_hf.cli import parser
 from gatesight_hf.hub import card_metadata
@@ -19,6 +20,7 @@ from gatesight_hf.hybrid import HybridSpec
 from gatesight_hf.publishing import prepare
 from gatesight_hf.reference import ESTIMATOR_PATH
 from gatesight_hf.training.collect import Sampling, document_tensors
+from gatesight_hf.training.plan import H200, estimate, estimator_sizes, layout_of, text_model_without_storage
 
 from .conftest import random_ids, tiny_model
 
@@ -163,9 +165,8 @@ def test_the_27b_is_that_of_the_paper():
 
 def test_flash_next_has_the_parameters_that_are_said_of_it():
     """125 B in all, 6 B of them active, and 51 B of n-gram embeddings."""
-    layout = layout_of(
-        text_config(**{key: PLANS["gatesight-qwen3.8-flash-next"][key] for key in ("model_type", "sizes")})
-    )
+    plan = PLANS["gatesight-qwen3.8-flash-next"]
+    layout = layout_of(text_model_without_storage(AutoConfig.for_model(plan["model_type"], **plan["sizes"])))
     assert round((layout.parameters - 51.2e9) / 1e9) in (125, 126)
     assert 5e9 < layout.layer_parameters + layout.head_parameters < 7e9
 
@@ -180,7 +181,8 @@ def arguments(**options: Any) -> Any:
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 def test_a_layout_is_read_off_the_model(family):
     model = tiny_model(family)
-    layout = layout_of(model.config)
+    layout = layout_of(model)
+    assert layout == replace(layout_of(text_model_without_storage(model.config)), value_bytes=4)
     assert layout.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert (layout.attention_layers, layout.gdn_layers) == (2, 6)
     used = 0
@@ -189,14 +191,13 @@ def test_a_layout_is_read_off_the_model(family):
         used += int(share * parameter.numel())
     assert layout.layer_parameters == used, "2 of 4 experts"
     assert layout.head_parameters == model.lm_head.weight.numel()
-    sizes = estimator_sizes(layout, [3, 6], arguments())
-    config = EstimatorConfig.for_model(HybridSpec.from_config(model.config), "tiny")
-    assert sizes["parameters"] == config.num_parameters and sizes["mlps"] == 4
+    sizes = estimator_sizes(EstimatorConfig.for_model(HybridSpec.from_config(model.config), "tiny"))
+    assert (sizes["mlps"], sizes["least_inputs"], sizes["most_inputs"]) == (4, 3 * 3 * 4 + 3, 6 * 3 * 4 + 3)
 
 
 @pytest.mark.parametrize("prompts", [((),), ((5, 6),), ((), (5,))])
 def test_a_collection_computes_what_the_formulas_count(dense, prompts):
-    """Tokens that go through the model: each continuation prefills anew without a prompt, and forks with one."""
+    """Tokens that go through the model: one prefill of the document, whatever follows it."""
     tokens, rows, steps = 24, 3, 4
     seen = []
     handle = dense.model.layers[0].register_forward_pre_hook(
@@ -208,39 +209,41 @@ def test_a_collection_computes_what_the_formulas_count(dense, prompts):
     finally:
         handle.remove()
     whole = [shape[0] for shape in seen if shape[1] >= tokens]
-    assert whole == [1] + [rows for prompt in prompts if not prompt]
+    assert whole == [1]
     singles = [shape for shape in seen if shape[1] < tokens and shape[0] == 1]
     assert len(singles) == len(prompts) * rows, "one forward per continuation for its utilities"
 
 
 def test_bounds_follow_from_the_sizes():
-    layout = layout_of(tiny_model().config)
-    asked = {"length": 1000, "train_documents": 3, "eval_documents": 1, "continuations": 2, "continuation_tokens": 5}
-    args = arguments(**asked, epochs=7)
-    sizes = estimator_sizes(layout, [3, 6], args)
-    found = estimate(layout, sizes, args, H200)
+    model = tiny_model().bfloat16()
+    layout = layout_of(model)
+    asked = {"length": 1000, "train_documents": 3, "eval_documents": 1, "continuations": 5, "continuation_tokens": 6}
+    asked["epochs"] = 7
+    sizes = estimator_sizes(EstimatorConfig.for_model(HybridSpec.from_config(model.config), "tiny"))
+    found = estimate(layout, sizes, arguments(**asked), H200)
     flops = 2 * layout.layer_parameters * 1000 + 2 * 1000 * 1000 * 6 * 32 * 2
     cache, weights = 1000 * 2 * 2 * 2 * 32 * 2, 2 * (layout.layer_parameters + layout.head_parameters)
     seconds = {
         "prefill": flops / 989e12,
-        "sampling": 2 * flops / 989e12 + 5 * (weights + 2 * cache) / 4.8e12,
-        "utilities": 2 * (weights + cache) / 4.8e12,
+        "sampling": 5 * (weights + 5 * cache) / 4.8e12,
+        "utilities": 5 * (weights + cache) / 4.8e12,
     }
     for step, value in seconds.items():
         assert found["minutes"][step] == pytest.approx(4 * value / 60, rel=5e-3)
     shard = 1000 * (3 * 6 * 4 * 2 + 8 + 2 * 2 * 4)
     assert found["disk_gb"] == pytest.approx(4 * shard / 1e9, rel=5e-3)
     assert found["fit_reads_gb"] == pytest.approx(7 * 3 * shard / 1e9, rel=5e-3)
-    with_prompt = estimate(layout, sizes, arguments(**asked, epochs=7, prompt="now"), H200)
-    assert with_prompt["minutes"]["sampling"] == pytest.approx(
-        4 / 60 * (seconds["sampling"] - 2 * seconds["prefill"]), rel=5e-3
-    )
+    with_prompt = estimate(layout, sizes, arguments(**asked, prompt="now"), H200)
+    assert with_prompt["minutes"]["sampling"] == pytest.approx(4 / 60 * seconds["sampling"] * 6 / 5, rel=5e-3)
+    in_twos = estimate(layout, sizes, arguments(**asked, rows=2), H200)
+    expected = 5 * (3 * weights + 5 * cache) / 4.8e12
+    assert in_twos["minutes"]["sampling"] == pytest.approx(4 / 60 * expected, rel=5e-3)
 
 
 def test_a_shard_has_the_bytes_that_are_counted():
     model = tiny_model().bfloat16()
     stored = document_tensors(model, random_ids(16), Sampling(1, 2), seed=0)
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in stored.items()}
-    layout = layout_of(model.config)
+    layout = layout_of(model)
     assert sum(sizes.values()) - sizes["utilities"] == 16 * layout.signal_bytes_per_token
     assert sizes["utilities"] == 16 * layout.attention_layers * layout.key_value_heads * 4

@@ -14,8 +14,10 @@ from gatesight_hf.cli import main
 from gatesight_hf.estimator import EstimatorConfig
 from gatesight_hf.hybrid import HybridSpec
 from gatesight_hf.methods import HiddenStateConfig, HiddenStateScorer
+from gatesight_hf.scoring import Recorder
 from gatesight_hf.training import collect as collecting
 from gatesight_hf.training.collect import Sampling, Shard, collect, read_shards
+from gatesight_hf.training.documents import read_texts, reference_texts, tokenized
 from gatesight_hf.training.fit import (
     FitOptions,
     fit,
@@ -25,9 +27,9 @@ from gatesight_hf.training.fit import (
     mlp_scores,
     signal_inputs,
 )
-from gatesight_hf.training.run import claim_folder, read_texts, reference_texts, tokenized
+from gatesight_hf.training.run import claim_folder
 
-from .conftest import prefilled, tiny_model
+from .conftest import cache_kwargs, prefilled, random_ids, tiny_model
 
 pytestmark = pytest.mark.core
 
@@ -60,6 +62,61 @@ def test_a_killed_collection_goes_on_where_it_stopped(dense: Any, tmp_path: Path
     for one, other in zip(read_shards(shards), read_shards(again), strict=True):
         assert torch.equal(one.utilities, other.utilities)
         assert all(torch.equal(a, b) for a, b in zip(one.signals, other.signals, strict=True))
+
+
+def continued(model: Any, ids: torch.Tensor, sampling: Sampling) -> list[list[int]]:
+    """Continuations as `document_tensors` draws them."""
+    parent = GateSightCache(Recorder(), model, kept_fraction=1.0, allocation="flat")
+    logits = model(ids, **cache_kwargs(model, parent)).logits[0, -1]
+    parent.compact()
+    found = collecting._continuations(model, parent, ids, logits, sampling.prompts[0], sampling)
+    return [row.tolist() for row in found]
+
+
+@pytest.mark.parametrize("rows", [None, 1, 2])
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_continuations_without_a_prompt_are_those_of_generate(dense: Any, rows: int | None, tokens: int) -> None:
+    """At a temperature near 0 sampling is greedy, whether from forks or from a prefill of its own."""
+    ids = random_ids(40)
+    expected = dense.generate(ids, max_new_tokens=tokens, do_sample=False, use_cache=True)[0, 40:].tolist()
+    found = continued(dense, ids, Sampling(3, tokens, temperature=1e-4, rows=rows))
+    assert found == [expected] * 3
+
+
+def test_first_tokens_have_the_chances_of_the_prefill(dense: Any) -> None:
+    ids, drawn = random_ids(40), 20_000
+    found = torch.tensor([row[0] for row in continued(dense, ids, Sampling(drawn, 1, temperature=1.5))])
+    chances = (dense(ids).logits[0, -1] / 1.5).softmax(-1)
+    counts = found.bincount(minlength=len(chances)).float()
+    error = (chances * (1 - chances) * drawn).sqrt()
+    assert ((counts - chances * drawn).abs() <= 5 * error + 1).all()
+
+
+def test_continuations_differ_and_with_a_prompt_are_those_of_one_generate(dense: Any) -> None:
+    ids, prompt = random_ids(40), (5, 6)
+    assert len({tuple(row) for row in continued(dense, ids, Sampling(8, 6))}) > 1
+    torch.manual_seed(3)
+    found = continued(dense, ids, Sampling(4, 6, prompts=(prompt,)))
+    torch.manual_seed(3)
+    given = torch.cat([ids, torch.tensor([prompt])], dim=1)
+    options, end = {"do_sample": True, "top_k": 0, "max_new_tokens": 6}, dense.generation_config.eos_token_id
+    expected = dense.generate(given, **options, num_return_sequences=4)[:, 40:]
+    assert found == [[*prompt, *collecting._until_end(row[2:], end).tolist()] for row in expected]
+    rest = continued(dense, ids, Sampling(5, 3, prompts=(prompt,), rows=2))
+    assert len(rest) == 5 and all(row[:2] == [5, 6] and len(row) <= 5 for row in rest)
+
+
+def test_repeats_of_one_row_share_its_entries(dense: Any) -> None:
+    """Sampling many continuations of a long document holds its entries once."""
+    parent = prefilled(dense, random_ids(40), kept_fraction=1.0)
+    parent.compact()
+    child = parent.fork()
+    dense.generate(
+        random_ids(3, seed=1), **cache_kwargs(dense, child), do_sample=True, num_return_sequences=5, max_new_tokens=2
+    )
+    for layer, shared in zip(child.attention_layers, parent.attention_layers, strict=True):
+        assert layer.kept_keys.shape[0] == 5
+        assert layer.kept_keys.untyped_storage().data_ptr() == shared.kept_keys.untyped_storage().data_ptr()
 
 
 def test_shards_hold_the_signals_of_a_plain_prefill_and_normalised_utilities(dense: Any, tmp_path: Path) -> None:
@@ -170,7 +227,7 @@ def test_train_command_writes_a_folder_that_loads(
     from gatesight_hf.training import run
 
     pair = dense, SmallVocabulary(reference.load_tokenizer())
-    monkeypatch.setattr(run, "load_named", lambda name: pair)
+    monkeypatch.setattr(run, "load_named", lambda name, dtype, device_map: pair)
     arguments = ["train", "--model", "reference", "--out", str(tmp_path / "estimator"), "--length", "48"]
     arguments += ["--train-documents", "3", "--eval-documents", "2", "--continuations", "2", "--epochs", "2", "--json"]
     assert main(arguments) == 0

@@ -20,8 +20,9 @@ from .observations import checkpoint_log_decay, observe
 from .store import commit
 
 
-def analyze_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Collect, measure and write OUT.json, OUT.md and OUT-*.png. Returns what the JSON holds.
+def analyze_from_arguments(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Collect, measure and write OUT.json, OUT.md and OUT-*.png. Returns what the JSON holds; None in all processes
+    but the main one.
 
     Raises:
         ValueError: See `collect_from_arguments`.
@@ -31,6 +32,8 @@ def analyze_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
     longer_length = args.longer_length or 2 * args.length
     args.hidden_states = False
     collected = collect_from_arguments(args, args.longer_documents, longer_length)
+    if not collected.is_main:
+        return None
     config = EstimatorConfig.for_model(collected.spec, collected.name, args.window, args.hidden_size)
     folder = args.estimator or (reference.ESTIMATOR_PATH if args.model == "reference" else None)
     estimator = None if folder is None else Estimator.from_pretrained(folder)

@@ -10,13 +10,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
 from gatesight_hf.cards import estimator_card, eval_entry, metadata, paragraph, render, usage
 from gatesight_hf.cli import parser
 from gatesight_hf.reference import ESTIMATOR_PATH
+from gatesight_hf.training.plan import text_model_without_storage, training_plan
 
 from .methods import EMPTY, FULL
 from .tables import group_means, table_header, table_row
-from .training_plan import training_plan
 
 ROOT = Path(__file__).parents[2]
 TOY, PLANS = Path("eval/results/toy.json"), Path("eval/results/training_plans.json")
@@ -102,7 +104,9 @@ def plans() -> list[dict[str, Any]]:
     made = []
     for name, model in PLANNED.items():
         words = train_command(name, model["base_model"])
-        made.append({**training_plan(name, model, parser().parse_args(words)), "command": ["gatesight", *words]})
+        text_model = text_model_without_storage(AutoConfig.for_model(model["model_type"], **model["sizes"]))
+        plan = training_plan(text_model, model["base_model"], parser().parse_args(words))
+        made.append({"repo": name, **model, **plan, "command": ["gatesight", *words]})
     return made
 
 
@@ -178,7 +182,10 @@ def planned_card(plan: Mapping[str, Any]) -> str:
         metadata(base),
         f"GateSight estimator for {base}",
         [
-            paragraph(f"**Weights not trained yet.** {_status(plan)} Nothing here has been measured."),
+            paragraph(
+                "**Weights not trained yet.** This repo holds the configuration that training will give them. Nothing "
+                "here has been measured."
+            ),
             "## Layout",
             _table(("what", "size"), layout_rows),
             paragraph(
@@ -194,21 +201,12 @@ def planned_card(plan: Mapping[str, Any]) -> str:
             ),
             paragraph(
                 f"No run can take less than this; expect several times the minutes. {counted} Formulas: "
-                "`eval/gatesight_eval/training_plan.py`."
+                "`gatesight_hf/training/plan.py`."
             ),
             _table(("step", "at least"), bound_rows),
             "## Use, once trained",
             usage(f"owner/{plan['repo']}"),
         ],
-    )
-
-
-def _status(plan: Mapping[str, Any]) -> str:
-    if plan["config"] is not None:
-        return "This repo holds the configuration that training will give them."
-    return (
-        "This version of gatesight_hf does not read the model's family yet, so that `gatesight train` refuses it and "
-        "there is no configuration: its layout's fingerprint is not defined."
     )
 
 
@@ -235,8 +233,7 @@ def files(root: Path = ROOT) -> dict[Path, bytes]:
     made[folder / REFERENCE / "README.md"] = reference_card(metrics, toy).encode()
     for plan in json.loads((root / PLANS).read_text()):
         made[folder / plan["repo"] / "README.md"] = planned_card(plan).encode()
-        if plan["config"] is not None:
-            made[folder / plan["repo"] / "config.json"] = (json.dumps(plan["config"], indent=2) + "\n").encode()
+        made[folder / plan["repo"] / "config.json"] = (json.dumps(plan["config"], indent=2) + "\n").encode()
     return made
 
 

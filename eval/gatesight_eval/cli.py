@@ -225,7 +225,7 @@ def _scorers(args: argparse.Namespace, model: Any, tokenizer: Any) -> Any:
 
     from gatesight_hf import reference
     from gatesight_hf.methods.hidden import HIDDEN_STATES_FOLDER
-    from gatesight_hf.training.run import reference_texts
+    from gatesight_hf.training.documents import reference_texts
 
     from .methods import ScorerFactory, calibration_ids
 

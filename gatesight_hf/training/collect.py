@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +23,9 @@ from ..hybrid import HybridSpec
 from ..scoring import Needs, Recorder
 from ..utility import continuation_utilities, normalise
 
+#: Of files that are not whole.
+PARTIAL = ".partial"
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -33,6 +37,8 @@ class Sampling:
         temperature: Of sampling.
         prompts: Ids put after the document before sampling, each a list; one empty list samples straight on.
         seed: Of the whole collection; document k uses seed + k.
+        rows: Continuations sampled at a time; None is all. They share the document's entries, but each has its own GDN
+            states, and a copy of the entries of the attention layer that is running.
     """
 
     continuations: int = 8
@@ -40,6 +46,7 @@ class Sampling:
     temperature: float = 1.0
     prompts: tuple[tuple[int, ...], ...] = ((),)
     seed: int = 0
+    rows: int | None = None
 
 
 def document_tensors(
@@ -64,31 +71,65 @@ def document_tensors(
     parent = GateSightCache(Recorder(needs), model, kept_fraction=1.0, allocation="flat")
     utilities = torch.zeros(spec.num_attention_layers, spec.num_key_value_heads, ids.shape[1])
     with torch.no_grad():
-        model(ids, **{name: parent}, use_cache=True, logits_to_keep=1)
+        logits = model(ids, **{name: parent}, use_cache=True, logits_to_keep=1).logits[0, -1]
         record = parent.prefill()
         tensors = {f"signals.{i}": signal[0].cpu().contiguous() for i, signal in enumerate(record.signals)}
         tensors |= {f"hidden.{j}": hidden[0].cpu().contiguous() for j, hidden in enumerate(record.hidden)}
         del record
+        # All entries stay: forks then share them, and append to tails of their own.
         parent.compact()
         for k, prompt in enumerate(sampling.prompts):
-            start = torch.tensor([prompt], dtype=torch.long, device=ids.device)
-            with torch.random.fork_rng(devices=[ids.device] if ids.is_cuda else []):
+            with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if ids.is_cuda else []):
                 torch.manual_seed(seed * 1009 + k)
-                sampled = model.generate(
-                    torch.cat([ids, start], dim=1),
-                    **{name: parent.fork()} if prompt else {},
-                    do_sample=True,
-                    temperature=sampling.temperature,
-                    top_k=0,
-                    max_new_tokens=sampling.tokens,
-                    num_return_sequences=sampling.continuations,
-                )
-            for row in sampled[:, ids.shape[1] :]:
-                row = torch.cat([start[0], _until_end(row[len(prompt) :], model.generation_config.eos_token_id)])
+                sampled = _continuations(model, parent, ids, logits, prompt, sampling)
+            for row in sampled:
                 found = continuation_utilities(model, parent.fork(), row.unsqueeze(0), ids.shape[1], spec.scale)
                 for j, new in enumerate(found):
                     utilities[j] = torch.maximum(utilities[j], new.cpu())
     return {**tensors, "utilities": normalise(utilities)}
+
+
+def _continuations(
+    model: Any, parent: GateSightCache, ids: Tensor, logits: Tensor, prompt: Sequence[int], sampling: Sampling
+) -> list[Tensor]:
+    """What follows the document in each continuation: the prompt and sampled tokens, up to the end of sequence.
+
+    The document is not prefilled again: without a prompt the first tokens are drawn from the logits that its prefill
+    ended with, and forks go on from there.
+
+    Args:
+        model: The model.
+        parent: The document's cache, of one row, with all entries.
+        ids: `[1, T]`, the document.
+        logits: `[vocabulary]`, after its last token.
+        prompt: Ids.
+        sampling: See `Sampling`.
+    """
+    options: dict[str, Any] = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0}
+    if not prompt:
+        # The model's own defaults would narrow what follows, but not the first token.
+        options |= {"top_p": 1.0, "repetition_penalty": 1.0}
+    start = torch.tensor([prompt], dtype=torch.long, device=ids.device)
+    end, at_once, found = model.generation_config.eos_token_id, sampling.rows or sampling.continuations, []
+    for first in range(0, sampling.continuations, at_once):
+        rows = min(at_once, sampling.continuations - first)
+        given, left = torch.cat([ids, start], dim=1), sampling.tokens
+        if not prompt:
+            chances = (logits.float() / sampling.temperature).softmax(-1)
+            drawn = torch.multinomial(chances, rows, replacement=True).to(ids.device)
+            given, left = torch.cat([given.expand(rows, -1), drawn.unsqueeze(1)], dim=1), left - 1
+        if left:
+            given = model.generate(
+                given,
+                attention_mask=torch.ones_like(given),
+                **{cache_argument(model): parent.fork()},
+                **options,
+                max_new_tokens=left,
+                num_return_sequences=rows if prompt else 1,
+            )
+        for row in given[:, ids.shape[1] + len(prompt) :]:
+            found.append(torch.cat([start[0], _until_end(row, end)]))
+    return found
 
 
 def _until_end(row: Tensor, end: int | list[int] | None) -> Tensor:
@@ -116,8 +157,9 @@ def collect(
     label: str,
     total: int | None = None,
     hidden_states: bool = False,
+    share: tuple[int, int] = (0, 1),
 ) -> list[Path]:
-    """Write one shard per document into `folder`; returns the shards in document order.
+    """Write one shard per document into `folder`; returns the shards of all documents, in their order.
 
     Args:
         model: A hybrid model in evaluation mode.
@@ -127,15 +169,19 @@ def collect(
         label: Of the progress bar.
         total: Documents expected, for the progress bar.
         hidden_states: See `document_tensors`.
+        share: Index of this process and number of processes: document k is collected by process k modulo their number.
+            Others may still be at theirs when this returns.
 
     Raises:
         ValueError: A shard that is there already was made from another document.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    shards = []
-    for k, ids in enumerate(tqdm(documents, desc=label, unit="document", total=total)):
+    shards, (index, processes) = [], share
+    for k, ids in enumerate(tqdm(documents, desc=label, unit="document", total=total, disable=index > 0)):
         shard = folder / f"document_{k:05}.safetensors"
         shards.append(shard)
+        if k % processes != index:
+            continue
         tensor = torch.tensor([list(ids)], dtype=torch.long, device=model.device)
         made = _ids_of(shard)
         if made is not None:
@@ -146,10 +192,26 @@ def collect(
                 )
             continue
         stored = document_tensors(model, tensor, sampling, sampling.seed + k, hidden_states)
-        partial = shard.with_suffix(".partial")
-        save_file({**stored, "ids": tensor[0].cpu()}, partial)
-        partial.replace(shard)
+        _store(shard, {**stored, "ids": tensor[0].cpu()})
     return shards
+
+
+def _store(shard: Path, tensors: dict[str, Tensor]) -> None:
+    partial = partial_of(shard)
+    save_file(tensors, partial)
+    try:
+        partial.replace(shard)
+    except FileNotFoundError:
+        # Another run on the same folder was faster, and cleared up.
+        if not shard.exists():
+            raise
+    for left_over in shard.parent.glob(f"{shard.stem}.*{PARTIAL}"):
+        left_over.unlink(missing_ok=True)
+
+
+def partial_of(path: Path) -> Path:
+    """Where to write a file before it takes its place whole: a name that no other process has."""
+    return path.with_name(f"{path.stem}.{uuid4().hex}{PARTIAL}")
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,9 @@
 """`gatesight train`: documents in, an estimator folder ready for the Hub out."""
 
 import argparse
-import hashlib
 import json
 import platform
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -21,12 +19,12 @@ from ..hybrid import HybridSpec
 from ..identity import weights_digest
 from ..loading import REFERENCE, load_named
 from ..methods.hidden import HIDDEN_STATES_FOLDER, HiddenStateConfig
-from ..reference import documents as reference_documents
-from .collect import Sampling, collect
+from .collect import Sampling, collect, partial_of
+from .documents import SHORTEST_SHARE, dataset_texts, read_texts, reference_texts, tokenized
 from .fit import FitOptions, fit
+from .plan import prompts_of
+from .processes import all_processes
 
-#: The shortest text worth a document, as a share of the asked length.
-SHORTEST_SHARE = 0.25
 #: Options that count something.
 POSITIVE_OPTIONS = (
     "train_documents",
@@ -34,69 +32,11 @@ POSITIVE_OPTIONS = (
     "length",
     "continuations",
     "continuation_tokens",
+    "rows",
     "epochs",
     "window",
     "hidden_size",
 )
-
-
-def read_texts(paths: Sequence[Path]) -> Iterator[str]:
-    """Texts of `.txt` files (one each) and `.jsonl` files (key `text` of each line); folders are searched for both.
-
-    Raises:
-        FileNotFoundError: A path does not exist.
-        ValueError: A file of another kind, or a line without `text`.
-    """
-    for path in paths:
-        if not path.exists():
-            raise FileNotFoundError(f"{path}: no such file or folder.")
-        if path.is_dir():
-            yield from read_texts(sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".jsonl")))
-            continue
-        if path.suffix not in (".txt", ".jsonl"):
-            raise ValueError(f"{path}: documents are .txt or .jsonl files, or folders of them.")
-        number = 0
-        try:
-            with path.open(encoding="utf-8") as lines:
-                if path.suffix == ".txt":
-                    yield lines.read()
-                    continue
-                for number, line in enumerate(lines, 1):  # noqa: B007 - named in the error
-                    row = json.loads(line)
-                    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-                        raise ValueError("expected an object with a string 'text'")
-                    yield row["text"]
-        except ValueError as error:
-            where = f"{path}, line {number}" if number else str(path)
-            raise ValueError(f"{where}: {error}.") from error
-
-
-def reference_texts(length: int, seed: int) -> Iterator[str]:
-    """Endless documents of the reference model's tasks, `length` tokens each: few facts, many, or nothing else."""
-    rng = random.Random(f"estimator-documents-{seed}")
-    while True:
-        kind = rng.random()
-        if kind < 0.6:
-            document = reference_documents.needles(
-                rng, length, rng.choice([1, 2, 4, 8, 16, 24]), short=rng.random() < 0.2, repeated=rng.random() < 0.15
-            )
-        elif kind < 0.75:
-            document = reference_documents.needles(rng, length, length // reference_documents.SHORT_NEEDLE, short=True)
-        else:
-            task = rng.choice(["niah_multivalue", "vt", "qa"])
-            document = reference_documents.TASKS[task](rng, length)
-        yield document.text
-
-
-def tokenized(texts: Iterator[str], tokenizer: Any, length: int) -> Iterator[list[int]]:
-    """Ids of each text, cut to `length`; too short ones and repeated ones are left out."""
-    seen: set[bytes] = set()
-    for text in texts:
-        ids = tokenizer(text).input_ids[:length]
-        digest = hashlib.sha256(str(ids).encode()).digest()
-        if len(ids) >= SHORTEST_SHARE * length and digest not in seen:
-            seen.add(digest)
-            yield ids
 
 
 def claim_folder(folder: Path, settings: dict[str, Any]) -> None:
@@ -108,12 +48,16 @@ def claim_folder(folder: Path, settings: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     record = folder / "collection.json"
     text = json.dumps(settings, indent=2, sort_keys=True)
-    if record.exists() and record.read_text() != text:
+    if not record.exists():
+        # Whole at once: other processes of the run claim the folder too.
+        partial = partial_of(record)
+        partial.write_text(text)
+        partial.replace(record)
+    if record.read_text() != text:
         raise ValueError(
             f"{folder} holds data collected with other settings (see {record.name} in it). Give another --data "
             "folder, or remove this one."
         )
-    record.write_text(text)
 
 
 @dataclass(frozen=True)
@@ -126,6 +70,7 @@ class Collected:
         settings: Of the collection.
         train, held_out: Shards of different documents.
         longer: Shards of longer documents; empty unless asked for.
+        is_main: Whether this process is the one of the run that goes on; the others are done.
     """
 
     model: Any
@@ -135,10 +80,13 @@ class Collected:
     train: list[Path]
     held_out: list[Path]
     longer: list[Path]
+    is_main: bool
 
 
 def collect_from_arguments(args: argparse.Namespace, longer_documents: int = 0, longer_length: int = 0) -> Collected:
     """Load the model, read or make the documents, and collect their shards.
+
+    Several processes share the documents; each returns when all are collected.
 
     Args:
         args: As `gatesight train` has them.
@@ -148,24 +96,30 @@ def collect_from_arguments(args: argparse.Namespace, longer_documents: int = 0, 
         ValueError: Options out of range, too few documents, or data of other settings in the folder.
     """
     for option in POSITIVE_OPTIONS:
-        if hasattr(args, option) and getattr(args, option) < 1:
-            raise ValueError(f"--{option.replace('_', '-')} must be at least 1, got {getattr(args, option)}.")
+        value = getattr(args, option, None)
+        if value is not None and value < 1:
+            raise ValueError(f"--{option.replace('_', '-')} must be at least 1, got {value}.")
     is_reference = args.model == REFERENCE
-    if not is_reference and not args.documents:
-        raise ValueError("--documents is needed for any model but 'reference'.")
-    model, tokenizer = load_named(args.model)
+    if not (is_reference or args.documents or args.dataset):
+        raise ValueError("--documents or --dataset is needed for any model but 'reference'.")
+    run = all_processes()
+    # Several processes have a device each; one alone has them all.
+    device_map = args.device_map or ({"": run.device} if run.num_processes > 1 else None)
+    model, tokenizer = load_named(args.model, args.dtype, device_map)
     name = "gatesight-reference" if is_reference else args.model
-    prompts = args.prompt or (["question :"] if is_reference else [""])
+    prompts = prompts_of(args)
     sampling = Sampling(
         continuations=args.continuations,
         tokens=args.continuation_tokens,
         prompts=tuple(tuple(tokenizer(p, add_special_tokens=False).input_ids) if p else () for p in prompts),
         seed=args.seed,
+        rows=args.rows,
     )
     data = args.data or args.out.with_name(args.out.name + "-data")
     settings = {
         "model": name,
         "weights": weights_digest(model),
+        "dtype": str(model.dtype).removeprefix("torch."),
         "sampling": asdict(sampling) | {"prompts": prompts},
         "document_tokens": args.length,
         "train_documents": args.train_documents,
@@ -177,7 +131,10 @@ def collect_from_arguments(args: argparse.Namespace, longer_documents: int = 0, 
 
     def documents_of(length: int, seed: int) -> Iterator[list[int]]:
         """Those that do not begin as one that was given before, which are `args.length` tokens long."""
-        texts = read_texts(args.documents) if args.documents else reference_texts(length, seed)
+        if args.dataset:
+            texts = dataset_texts(args.dataset, args.split, args.text_column)
+        else:
+            texts = read_texts(args.documents) if args.documents else reference_texts(length, seed)
         for ids in tokenized(texts, tokenizer, length):
             beginning = tuple(ids[: args.length])
             if beginning not in used:
@@ -186,7 +143,8 @@ def collect_from_arguments(args: argparse.Namespace, longer_documents: int = 0, 
 
     def gather(kind: str, documents: Iterator[list[int]], count: int, length: int, seed: int) -> list[Path]:
         chosen, sampled = islice(documents, count), replace(sampling, seed=seed)
-        shards = collect(model, chosen, data / kind, sampled, f"{kind} documents", count, args.hidden_states)
+        share = run.process_index, run.num_processes
+        shards = collect(model, chosen, data / kind, sampled, f"{kind} documents", count, args.hidden_states, share)
         if len(shards) < count:
             raise ValueError(
                 f"Only {len(shards)} different documents of at least {int(SHORTEST_SHARE * length)} tokens were found "
@@ -203,12 +161,18 @@ def collect_from_arguments(args: argparse.Namespace, longer_documents: int = 0, 
     if longer_documents:
         documents = documents_of(longer_length, seed + 2_000_000)
         longer = gather("longer", documents, longer_documents, longer_length, seed + 2_000_000)
-    return Collected(model, name, HybridSpec.from_config(model.config), settings, train, held_out, longer)
+    run.wait_for_everyone()
+    spec = HybridSpec.from_config(model.config)
+    return Collected(model, name, spec, settings, train, held_out, longer, run.is_main_process)
 
 
-def train_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Collect, fit, measure and write. Returns what `metrics.json` holds."""
+def train_from_arguments(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Collect, fit, measure and write. Returns what `metrics.json` holds; None in all processes but the main one."""
+    if args.out is None:
+        raise ValueError("--out is needed: the folder of the estimator.")
     collected = collect_from_arguments(args)
+    if not collected.is_main:
+        return None
     model, name, spec, settings = collected.model, collected.name, collected.spec, collected.settings
     train, held_out = collected.train, collected.held_out
     config = EstimatorConfig.for_model(spec, name, args.window, args.hidden_size)
