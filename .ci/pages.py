@@ -27,7 +27,7 @@ PAGES = (
     "CHANGELOG.md",
     "eval/results/*.md",
     "eval/reference_model/README.md",
-    "gatesight_hf/reference/model/README.md",
+    "gatesight_hf/reference/*/README.md",
     "gatesight_hf/vllm/README.md",
     "hub_cards/README.md",
     "kernels/README.md",
@@ -58,6 +58,8 @@ REFERENCE: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "kernels": ("Kernels", ("gatesight_kernels",)),
 }  # fmt: skip
+#: Wide enough for lines of code, and names in tables whole.
+STYLE = ".md-grid { max-width: 84rem; }\n.md-typeset td code { white-space: nowrap; }\n"
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -71,6 +73,7 @@ def gather(folder: Path) -> None:
         text = (ROOT / name).read_text(encoding="utf-8")
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(_relinked(text, name, pages), encoding="utf-8")
+    (folder / "style.css").write_text(STYLE, encoding="utf-8")
     (folder / "reference").mkdir()
     for name, (title, objects) in REFERENCE.items():
         text = "\n\n".join([f"# {title}", *(f"::: {path}" for path in objects)])
