@@ -2,8 +2,7 @@
 
     python .ci/pages.py site
 
-Any warning is an error: a link to nothing, a page that is not in the navigation of mkdocs.yml, a docstring that names
-what is not there.
+Any warning is an error: a link to nothing, a docstring that names what is not there.
 """
 
 import argparse

@@ -54,8 +54,7 @@ def test_snippets_run_one_after_the_other(
     printed = capsys.readouterr().out.splitlines()
     questions = [f"{q.text} {q.expected}" for q in names["document"].questions]
     assert printed[: len(questions)] == questions
-    compared = [line.split()[:2] for line in printed[len(questions) :]]
-    assert compared == [[name, p] for name in ("snapkv", "keydiff") for p in ("0.5", "0.1")]
+    assert [line.split()[0] for line in printed[len(questions) :]] == ["snapkv", "keydiff"]
     assert names["report"].achieved_fraction == pytest.approx(0.1, abs=0.01)
     grown = names["growing"].report()
     assert grown.logical_length > 2500 > sum(grown.physical_lengths)  # what was added is compacted too
