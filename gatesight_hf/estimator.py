@@ -27,13 +27,15 @@ class EstimatorConfig(MLPConfig):
 
     Attributes:
         base_model: Hub id or name of the model it was trained on.
-        model_type, fingerprint: The layout it fits (`HybridSpec`).
+        model_type: Of its text decoder.
+        fingerprint: The layout it fits (`HybridSpec`).
         num_key_value_heads: H.
         num_value_heads: HV of the GDN layers.
         gdn_windows: For each attention layer the GDN ordinals it reads, ascending, at most `window` of them.
         window: Nearest GDN layers below an attention layer that are read.
         hidden_size: Width of the hidden layer.
-        signals, ages: Order of the inputs.
+        signals: Order of the inputs of each GDN layer and head.
+        ages: Order of the inputs that follow them.
         format_version: Of this file.
     """
 

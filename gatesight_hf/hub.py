@@ -139,7 +139,7 @@ class Repo:
         """All files of the commit; offline, those of it that are in the cache.
 
         Raises:
-            As `get`.
+            FileNotFoundError, PermissionError, ConnectionError: See `get`.
         """
         if self._offline:
             snapshot = Folder(self.get("config.json", 1 << 20).parent)

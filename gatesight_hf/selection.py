@@ -13,10 +13,10 @@ def select(scores: Tensor, counts: list[int], lengths: list[int], protected_pref
     than the largest row are filled up with slot 0 and marked invalid.
 
     Args:
-        scores (`Tensor`): `[B, H, T]`, float; higher is kept.
-        counts (`list[int]`): K of each row: kept entries per head outside the protected prefix.
-        lengths (`list[int]`): Tokens of each row, padding not counted.
-        protected_prefix (`int`): First tokens of each row that are always kept and not counted.
+        scores: `[B, H, T]`, float; higher is kept.
+        counts: K of each row: kept entries per head outside the protected prefix.
+        lengths: Tokens of each row, padding not counted.
+        protected_prefix: First tokens of each row that are always kept and not counted.
 
     Returns:
         `(indices, valid)`: slots `[B, H, N]` (int64, ascending where valid) and `[B, N]` (bool).

@@ -68,7 +68,8 @@ class Collected:
         model: The model; `name` on cards and in files.
         spec: Its layout.
         settings: Of the collection.
-        train, held_out: Shards of different documents.
+        train: Shards of the documents to fit on.
+        held_out: Shards of other documents.
         longer: Shards of longer documents; empty unless asked for.
         is_main: Whether this process is the one of the run that goes on; the others are done.
     """

@@ -26,8 +26,11 @@ class SessionReport:
         kept: Entries per KV head that stay, by attention layer.
         achieved_fraction: Share of the evictable entries that stays.
         gate_means: By attention layer, the mean output gate.
-        blocks_before, blocks: Held after the prefill, and since; those of GDN states included.
-        kv_bytes_before, kv_bytes, gdn_bytes: Of these blocks, those of attention layers and of GDN states.
+        blocks_before: Held after the prefill, those of GDN states included.
+        blocks: Held since.
+        kv_bytes_before: Of the blocks of attention layers after the prefill.
+        kv_bytes: Likewise since.
+        gdn_bytes: Of the blocks of GDN states.
         seconds: Of the engine's steps with its prefill (`prefill`), of scoring (`score`), and of budget, selection and
             moving entries (`compact`).
     """

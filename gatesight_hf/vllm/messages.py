@@ -46,7 +46,10 @@ class OpenOptions:
     """How a parent is compacted.
 
     Attributes:
-        kept_fraction, protected_prefix, allocation, gate_exponent: As in `GateSightCache`; not `global`.
+        kept_fraction: As in `GateSightCache`.
+        protected_prefix: Likewise.
+        allocation: Likewise, without `global`.
+        gate_exponent: Likewise.
         whole_blocks: Round each layer up to whole blocks: it costs no memory, and children copy no partial block.
         scorer: Name of one of the engine's estimators, or of one of `METHODS`.
         scorer_options: Arguments of a method.
