@@ -47,7 +47,7 @@ def test_snippets_run_one_after_the_other(
     monkeypatch.chdir(tmp_path)  # one saves a file
     names: dict[str, Any] = {}
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 5
     for block in blocks:
         exec(block, names)
     assert names["tokenizer"].decode(names["output"][0, -4:]) == "4 8 2 1"
