@@ -83,6 +83,12 @@ def test_continuations_without_a_prompt_are_those_of_generate(dense: Any, rows: 
     assert found == [expected] * 3
 
 
+def test_continuations_of_every_family_go_on_from_the_prefill(any_model: Any) -> None:
+    ids = random_ids(40)
+    expected = any_model.generate(ids, max_new_tokens=4, do_sample=False)[0, 40:].tolist()
+    assert continued(any_model, ids, Sampling(2, 4, temperature=1e-4)) == [expected] * 2
+
+
 def test_first_tokens_have_the_chances_of_the_prefill(dense: Any) -> None:
     ids, drawn = random_ids(40), 20_000
     found = torch.tensor([row[0] for row in continued(dense, ids, Sampling(drawn, 1, temperature=1.5))])
