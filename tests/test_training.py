@@ -27,6 +27,7 @@ from gatesight_hf.training.fit import (
     mlp_scores,
     signal_inputs,
 )
+from gatesight_hf.training.metrics import overlap
 from gatesight_hf.training.run import claim_folder
 
 from .conftest import cache_kwargs, prefilled, random_ids, tiny_model
@@ -81,6 +82,12 @@ def test_continuations_without_a_prompt_are_those_of_generate(dense: Any, rows: 
     expected = dense.generate(ids, max_new_tokens=tokens, do_sample=False, use_cache=True)[0, 40:].tolist()
     found = continued(dense, ids, Sampling(3, tokens, temperature=1e-4, rows=rows))
     assert found == [expected] * 3
+
+
+def test_continuations_of_every_family_go_on_from_the_prefill(any_model: Any) -> None:
+    ids = random_ids(40)
+    expected = any_model.generate(ids, max_new_tokens=4, do_sample=False)[0, 40:].tolist()
+    assert continued(any_model, ids, Sampling(2, 4, temperature=1e-4)) == [expected] * 2
 
 
 def test_first_tokens_have_the_chances_of_the_prefill(dense: Any) -> None:
@@ -182,6 +189,17 @@ def test_the_mlp_finds_what_no_baseline_can(dense: Any, tmp_path: Path) -> None:
         2 * (config.input_size(j) * 16 + 16 + 16 + 1) for j in range(len(config.gdn_windows))
     )
     assert len(singles) == 2 and all(len(layer) == 2 for layer in singles)
+
+
+def test_overlaps_of_all_signals_and_heads_at_once_are_those_one_by_one() -> None:
+    scores, utilities = torch.randn(2, 5, 60), torch.rand(3, 60)
+    found = overlap(scores, utilities[:, None, None])
+    for head, of_head in enumerate(utilities):
+        best = set(of_head.argsort(descending=True)[:6].tolist())
+        for sign in range(2):
+            for signal in range(5):
+                chosen = scores[sign, signal].argsort(descending=True)[:6].tolist()
+                assert float(found[head, sign, signal]) == pytest.approx(len(best.intersection(chosen)) / 6)
 
 
 def test_streamed_ridge_equals_least_squares(dense: Any, tmp_path: Path) -> None:

@@ -173,9 +173,7 @@ def best_single_signals(config: EstimatorConfig, paths: Sequence[Path]) -> list[
         for j in range(len(config.gdn_windows)):
             columns = signal_inputs(config)(shard, j)[:, : -len(AGES)].T
             signed = torch.stack([columns, -columns])
-            found = torch.stack(
-                [overlap(signed, utilities.expand_as(signed)) for utilities in shard.utilities[j]], dim=0
-            )
+            found = overlap(signed, shard.utilities[j][:, None, None])
             sums[j] = sums[j] + found
     best = []
     for total in sums:

@@ -5,10 +5,12 @@ from torch import Tensor
 
 
 def overlap(scores: Tensor, utilities: Tensor, fraction: float = 0.1) -> Tensor:
-    """Share of the true top `fraction` that the top `fraction` by score holds; `[..., T]` each -> `[...]`."""
+    """Share of the true top `fraction` that is in the top `fraction` by score; `[..., T]`, broadcast, -> `[...]`."""
     count = _top(scores, fraction)
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(count, dim=-1).indices, True)
-    return chosen.gather(-1, utilities.topk(count, dim=-1).indices).float().mean(-1)
+    best = utilities.topk(count, dim=-1).indices
+    shape = torch.broadcast_shapes(chosen.shape[:-1], best.shape[:-1])
+    return chosen.expand(*shape, -1).gather(-1, best.expand(*shape, -1)).float().mean(-1)
 
 
 def mass_covered(scores: Tensor, utilities: Tensor, fraction: float = 0.1) -> Tensor:
