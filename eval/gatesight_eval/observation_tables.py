@@ -136,6 +136,8 @@ def plot_scores(found: dict[str, Any]) -> Any:
 
 def plot_half_lives(found: dict[str, Any]) -> Any:
     """Each head's median with its range over documents, heads in order, by GDN layer."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     axis, figure = new_axis((7, 3.5))
     lives = found["half_lives"]
     place = 0
@@ -159,6 +161,10 @@ def plot_half_lives(found: dict[str, Any]) -> Any:
         axis.plot([], [], "_", color=COLOURS[1], label="from parameters alone")
     axis.legend(fontsize=8)
     axis.set(xlabel="GDN layer (its heads by half-life)", ylabel="half-life, tokens", yscale="log")
+    # Also where a range spans no power of ten.
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter(NullFormatter())
     axis.set_xticks(ticks, labels)
     return figure
 
@@ -166,6 +172,7 @@ def plot_half_lives(found: dict[str, Any]) -> Any:
 def plot_cells(found: dict[str, Any]) -> Any:
     """Heat maps of correlations, attention layer by signal."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     cells = found["cells"]
     figure = Figure(figsize=(7, 0.6 + 1.5 * len(cells)), layout="constrained")
@@ -178,6 +185,7 @@ def plot_cells(found: dict[str, Any]) -> Any:
             axis.set_yticks(range(len(cell["gdn"])), cell["gdn"], fontsize=7)
             axis.set_ylabel("GDN layer", fontsize=7)
             axis.set_xlabel("head", fontsize=7)
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
             axis.tick_params(labelsize=7)
     figure.colorbar(image, ax=axes, label="Spearman with utility")
     return figure
