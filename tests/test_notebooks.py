@@ -29,7 +29,7 @@ assert chat_answers == [question.expected for question in asked]
 assert kept_answer == asked[0].expected and chat.report().logical_length > before
 """,
     "3_compare_methods": """
-assert all(right) and agreement["gatesight", 0.2] == 1
+assert texts == [question.expected for question in document.questions] and agreement["gatesight", 0.2] == 1
 assert all(log_prob["gatesight", p] >= max(log_prob[name, p] for name in methods) - 0.05 for p in KEPT_FRACTIONS)
 assert log_prob["random", 0.5] > log_prob["random", 0.05]
 """,
@@ -51,8 +51,9 @@ NEEDS_VLLM = "6_serve_with_vllm"
 
 #: Runs cells as a kernel would, without one: it gets a file of their sources and a check, and writes what each printed.
 RUNNER = """
-import contextlib, io, json, sys
+import contextlib, io, json, os, sys
 cells, check, out = json.load(open(sys.argv[1], encoding="utf-8"))
+os.chdir(os.path.dirname(sys.argv[1]))
 names, printed = {"__name__": "__main__"}, []
 for number, source in enumerate(cells):
     with contextlib.redirect_stdout(io.StringIO()) as text:
@@ -98,7 +99,7 @@ def test_cells_run_and_print_what_is_stored(name: str, tmp_path: Path) -> None:
     job.write_text(json.dumps([[source_of(cell) for cell in cells], CHECKS[name], str(out)]), encoding="utf-8")
     environment = {**os.environ, "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", RUNNER, str(job)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     printed = json.loads(out.read_text(encoding="utf-8"))
     for cell, text in zip(cells, printed, strict=True):
