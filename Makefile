@@ -71,6 +71,7 @@ test-vllm: $(VLLM)/.stamp  ## the tests of the vLLM plugin
 		OMP_NUM_THREADS=1 GATESIGHT_TEST_FAMILY=$$family $(VLLM)/bin/python -m pytest tests/test_vllm.py || exit 1; \
 	done
 	@$(VLLM)/bin/python -m pytest tests/test_vllm_server.py
+	@$(VLLM)/bin/python -m pytest tests/test_notebooks.py -k vllm
 
 docs: $(VENV)/.stamp-test  ## the reference site into site/
 	@$(VENV)/bin/python .ci/pages.py site

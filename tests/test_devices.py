@@ -101,7 +101,7 @@ def test_every_layer_stays_on_its_own_device(dense: Any, first: int, rows: int) 
         child = cache.fork()
         assert_same(forward(model, QUESTION.expand(rows, -1), child, **given), logits)
         for i, layer in enumerate(child.layers):
-            named = layer._tensors().values() if i in child.spec.attention_layers else ()
+            named = layer.state().values() if i in child.spec.attention_layers else ()
             states = [getattr(layer, name, {}).values() for name in ("conv_states", "recurrent_states")]
             held = [*named, *(state for of_kind in states for state in of_kind)]
             assert held and {t.device for t in held} == {ELSEWHERE if i >= first else HERE}

@@ -18,6 +18,7 @@ from gatesight_hf.training.run import collect_from_arguments
 from .observation_tables import PLOTTERS, markdown
 from .observations import checkpoint_log_decay, observe
 from .store import commit
+from .tables import save_figure
 
 
 def analyze_from_arguments(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -76,4 +77,4 @@ def write(found: dict[str, Any], out: Path) -> None:
     out.with_name(out.name + ".json").write_text(record + "\n", encoding="utf-8")
     out.with_name(out.name + ".md").write_text(markdown(found, out.name), encoding="utf-8")
     for name, plot in PLOTTERS.items():
-        plot(found, out.with_name(f"{out.name}-{name}.png"))
+        save_figure(plot(found), out.with_name(f"{out.name}-{name}.png"))

@@ -1,9 +1,8 @@
-"""Tables and plots of `gatesight analyze`."""
+"""Tables and plots (`matplotlib` figures) of `gatesight analyze`."""
 
-from pathlib import Path
 from typing import Any
 
-from .tables import new_axis, save_figure, table_header, table_row
+from .tables import new_axis, table_header, table_row
 
 #: The paper's own numbers on Qwen3.8-27B, where this measures the same thing.
 PAPER = {"mlp": 0.410, "ridge": 0.386, "age only": 0.179}
@@ -112,7 +111,7 @@ def _provenance(found: dict[str, Any]) -> str:
     )
 
 
-def plot_scores(found: dict[str, Any], path: Path) -> None:
+def plot_scores(found: dict[str, Any]) -> Any:
     """Overlap@10 as bars, on held-out and on longer documents."""
     axis, figure = new_axis((7, 3.5))
     rows = sorted(found["scores"].items(), key=lambda pair: pair[1]["overlap@10"])
@@ -133,11 +132,13 @@ def plot_scores(found: dict[str, Any], path: Path) -> None:
     axis.axvline(0.1, color="grey", linewidth=0.8, linestyle=":")
     axis.set_yticks(range(len(rows)), names)
     axis.set(xlabel="overlap@10 (dotted: chance)", xlim=(0, None))
-    save_figure(figure, path)
+    return figure
 
 
-def plot_half_lives(found: dict[str, Any], path: Path) -> None:
+def plot_half_lives(found: dict[str, Any]) -> Any:
     """Each head's median with its range over documents, heads in order, by GDN layer."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     axis, figure = new_axis((7, 3.5))
     lives = found["half_lives"]
     place = 0
@@ -161,38 +162,37 @@ def plot_half_lives(found: dict[str, Any], path: Path) -> None:
         axis.plot([], [], "_", color=COLOURS[1], label="from parameters alone")
     axis.legend(fontsize=8, loc="lower right")
     axis.set(xlabel="GDN layer (its heads by half-life)", ylabel="half-life, tokens", yscale="log")
+    # Also where a range spans no power of ten.
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter(NullFormatter())
     axis.set_xticks(ticks, labels)
-    for formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
-        formatter(lambda value, _: f"{value:,g}")
-    axis.tick_params(axis="y", which="both", labelsize=7)
-    save_figure(figure, path)
+    return figure
 
 
-def plot_cells(found: dict[str, Any], path: Path) -> None:
+def plot_cells(found: dict[str, Any]) -> Any:
     """Heat maps of correlations, attention layer by signal."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     cells = found["cells"]
-    figure, axes = plt.subplots(len(cells), 2, figsize=(7, 0.6 + 1.5 * len(cells)), squeeze=False, layout="constrained")
+    figure = Figure(figsize=(7, 0.6 + 1.5 * len(cells)), layout="constrained")
+    axes = figure.subplots(len(cells), 2, squeeze=False)
     largest = max(abs(v) for cell in cells for rows in cell["correlation"].values() for row in rows for v in row)
     for j, cell in enumerate(cells):
         for axis, (kind, name) in zip(axes[j], KINDS.items(), strict=True):
             image = axis.imshow(cell["correlation"][kind], cmap="PuOr", vmin=-largest, vmax=largest, aspect="auto")
             axis.set_title(f"attention layer {j}: {name}", fontsize=8)
-            heads = len(cell["correlation"][kind][0])
             axis.set_yticks(range(len(cell["gdn"])), cell["gdn"], fontsize=7)
-            axis.set_xticks(range(0, heads, max(1, heads // 8)))
             axis.set_ylabel("GDN layer", fontsize=7)
             axis.set_xlabel("head", fontsize=7)
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
             axis.tick_params(labelsize=7)
     figure.colorbar(image, ax=axes, label="Spearman with utility")
-    save_figure(figure, path)
+    return figure
 
 
-def plot_lift(found: dict[str, Any], path: Path) -> None:
+def plot_lift(found: dict[str, Any]) -> Any:
     """Mean utility by tenths of entries, of the strongest head for each attention layer and signal."""
     axis, figure = new_axis((7, 3.5))
     styles = ("-", "--", ":", "-.")
@@ -205,7 +205,7 @@ def plot_lift(found: dict[str, Any], path: Path) -> None:
     axis.set(xlabel="tenth of the entries by signal (10: highest)", ylabel="mean utility / mean of all")
     if len(found["cells"]) <= 4:
         axis.legend(fontsize=7)
-    save_figure(figure, path)
+    return figure
 
 
 PLOTS = {
@@ -214,4 +214,5 @@ PLOTS = {
     "cells": "Correlation of single heads' signals with utility",
     "lift": "Utility by tenths of a signal",
 }
+#: Each gives a figure of what `observe` found.
 PLOTTERS = {"scores": plot_scores, "half-lives": plot_half_lives, "cells": plot_cells, "lift": plot_lift}

@@ -245,17 +245,12 @@ def _colour(number: int) -> Any:
 
 
 def new_axis(size: tuple[float, float]) -> tuple[Any, Any]:
-    import matplotlib
+    """An axis and its figure, of its own: pyplot, whose backend a notebook has chosen, is left alone."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=size)
-    return axis, figure
+    figure = Figure(figsize=size)
+    return figure.subplots(), figure
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    import matplotlib.pyplot as plt
-
     figure.savefig(path, dpi=120, bbox_inches="tight")
-    plt.close(figure)
