@@ -238,6 +238,14 @@ def test_bounds_follow_from_the_sizes():
     in_twos = estimate(layout, sizes, arguments(**asked, rows=2), H200)
     expected = 5 * (3 * weights + 5 * cache) / 4.8e12
     assert in_twos["minutes"]["sampling"] == pytest.approx(4 / 60 * expected, rel=5e-3)
+    state = 6 * 4 * 16 * 16 * 4
+    held, prefilling = 2 * layout.parameters + cache + state, 1000 * (3 * 6 * 4 * 2 + 3 * 96 * 2)
+    assert found["accelerator_gb"] == pytest.approx((held + max(prefilling, 5 * (state + cache / 2))) / 1e9, rel=5e-3)
+    assert in_twos["accelerator_gb"] == pytest.approx((held + max(prefilling, 2 * (state + cache / 2))) / 1e9, rel=5e-3)
+    hidden = arguments(**asked)
+    hidden.hidden_states = True
+    with_hidden = estimate(layout, sizes, hidden, H200)
+    assert with_hidden["disk_gb"] == pytest.approx(4 * (shard + 1000 * 2 * 64 * 2) / 1e9, rel=5e-3)
 
 
 def test_a_shard_has_the_bytes_that_are_counted():

@@ -20,6 +20,7 @@ from gatesight_eval.observations import (
     slow_write,
     written_and_forgotten,
 )
+from gatesight_eval.tables import save_figure
 from gatesight_hf import Estimator, EstimatorConfig
 from gatesight_hf.cli import main
 from gatesight_hf.hybrid import HybridSpec, find_modules
@@ -136,7 +137,7 @@ def test_everything_is_measured_and_rendered(tmp_path, shards, config):
     for name, row in found["scores"].items():
         assert f"| {name} | {row['overlap@10']:.3f} |" in text
     for name, plot in PLOTTERS.items():
-        plot(found, tmp_path / f"{name}.png")
+        save_figure(plot(found), tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert f"(out-{name}.png)" in text
 

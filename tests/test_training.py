@@ -287,6 +287,21 @@ def test_shards_of_other_documents_are_not_taken(dense: Any, tmp_path: Path) -> 
         collect(dense, [[1, 2, 3]], tmp_path, SAMPLING, "documents")
 
 
+def test_what_a_kill_left_half_written_is_cleared_with_its_document(dense: Any, tmp_path: Path) -> None:
+    for k in (0, 1):
+        collecting.partial_of(tmp_path / f"document_0000{k}.safetensors").write_bytes(b"half")
+    collect(dense, documents(1), tmp_path, SAMPLING, "documents")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names[0] == "document_00000.safetensors" and len(names) == 2, "another document may be under way"
+
+
+def test_each_process_collects_its_share(dense: Any, tmp_path: Path) -> None:
+    listed = [collect(dense, documents(3), tmp_path, SAMPLING, "documents", share=(1, 2)) for _ in range(2)]
+    assert [path.exists() for path in listed[0]] == [False, True, False]
+    collect(dense, documents(3), tmp_path, SAMPLING, "documents", share=(0, 2))
+    assert all(path.exists() for path in listed[0])
+
+
 def test_continuations_end_where_the_model_ends_them() -> None:
     row = torch.tensor([5, 6, 2, 0, 0])
     assert collecting._until_end(row, 2).tolist() == [5, 6, 2]

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def overlap(scores: Tensor, utilities: Tensor, fraction: float = 0.1) -> Tensor:
-    """Share of the true top `fraction` that is in the top `fraction` by score; `[..., T]`, broadcast, -> `[...]`."""
+    """Share of the true top `fraction` that is in the top `fraction` by score; `[..., T]`, broadcast -> `[...]`."""
     count = _top(scores, fraction)
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(count, dim=-1).indices, True)
     best = utilities.topk(count, dim=-1).indices
