@@ -7,6 +7,8 @@ from typing import Any
 from .methods import EMPTY, FULL
 
 CONTROLS = (FULL, EMPTY)
+#: Of Okabe and Ito, told apart by colour-blind readers.
+COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7")
 
 
 def markdown(summary: dict[str, Any], against: str) -> str:
@@ -195,14 +197,16 @@ def plot_curves(summary: dict[str, Any], group: str, path: Path) -> None:
     axis, figure = new_axis((7, 4.5))
     table = summary["groups"][group]["mean"]
     fractions = _fractions(table)
-    for number, (method, cells) in enumerate(table.items()):
-        if method in CONTROLS or len(cells) < len(fractions):
-            continue
+    shown = [name for name, cells in table.items() if name not in CONTROLS and len(cells) == len(fractions)]
+    for number, method in enumerate(shown):
+        cells = table[method]
         points = [(float(p), cells[p]) for p in fractions if p in cells]
         x = [p for p, _ in points]
-        style = {"linestyle": ("-", "--", ":")[number // 10 % 3], "linewidth": 2.5 if method == "gatesight" else 1.2}
-        colour = _colour(number)
-        axis.plot(x, [c["mean"] for _, c in points], marker=".", label=method, color=colour, **style)
+        # Told apart by colour, line and mark: no palette has so many colours for colour-blind readers.
+        turn, colour = number // len(COLOURS), COLOURS[number % len(COLOURS)]
+        style = {"linestyle": ("-", "--", ":")[turn % 3], "linewidth": 2.5 if method == "gatesight" else 1.2}
+        style |= {"marker": "os^Dv"[turn % 5], "markersize": 3}
+        axis.plot(x, [c["mean"] for _, c in points], label=method, color=colour, **style)
         axis.fill_between(x, [c["low"] for _, c in points], [c["high"] for _, c in points], alpha=0.12, color=colour)
     axis.axhline(table[FULL]["1"]["mean"], color="grey", linewidth=0.8, label="full cache")
     axis.set(title=group, xlabel="kept fraction", ylabel="accuracy", xscale="log", ylim=(-0.03, 1.03))
@@ -235,13 +239,6 @@ def plot_costs(summary: dict[str, Any], path: Path) -> None:
     axis.barh(list(shares), [100 * value for value in shares.values()])
     axis.set(xlabel="scoring, % of prefill", xscale="log")
     save_figure(figure, path)
-
-
-def _colour(number: int) -> Any:
-    """Of the n-th row; twenty differ."""
-    import matplotlib
-
-    return matplotlib.colormaps["tab20"](number % 20)
 
 
 def new_axis(size: tuple[float, float]) -> tuple[Any, Any]:
