@@ -458,7 +458,7 @@ class GateSightCache(CallFollower):
         self._ids = None if self._ids is None else chosen(self._ids)
         self._rope_deltas = None if self._rope_deltas is None else chosen(self._rope_deltas)
         if self._plan is not None:
-            self._plan = self._plan.map_rows(lambda table: [table[i] for i in rows.tolist()] if table else [])
+            self._plan = self._plan.with_rows(rows)
         if self._recording is not None:
             self._recording.map_rows(chosen)
 
