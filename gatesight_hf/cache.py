@@ -277,8 +277,9 @@ class GateSightCache(CallFollower):
         wanted = _possible(replace(self.options, **options), self.spec)
         if wanted.grows:
             check_can_grow(scorer or self.scorer, self.spec)
-        recorded = not self.is_compacted and self.get_seq_length() > 0
-        if recorded and wanted.allocation == "gate" != self.options.allocation and not self.report().gate_means:
+        seen = self._recording if self.get_seq_length() else None
+        begins = wanted.allocation == "gate" != self.options.allocation
+        if begins and seen is not None and not seen.has_gates_of(self._lengths()):
             raise CacheStateError(
                 f"allocation='gate' needs output gates, which a cache with allocation={self.options.allocation!r} does "
                 "not record: prefill it with allocation='gate', and fork it with any."
