@@ -173,7 +173,7 @@ class GateSightCache(CallFollower):
                         layer.compact(chosen.indices, chosen.valid, self._plan.context)
                 if self.options.entries_dtype is not None:
                     layer.quantise()
-            for state in self.gdn_layers:
+            for state in self.bounded_layers:
                 state.detach()
         self._seconds["compact"] = self._clock() - begun
         self._recording = None
@@ -191,7 +191,7 @@ class GateSightCache(CallFollower):
             )
             scored = self._clock()
             carry_out(plan, layers, scores, quantised=self.options.entries_dtype is not None)
-            for state in self.gdn_layers:
+            for state in self.bounded_layers:
                 state.detach()
         self._plan, self._recording = plan.carried_out(), recording.after_compaction()
         self._seconds["score"] += scored - begun
