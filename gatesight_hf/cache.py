@@ -173,7 +173,7 @@ class GateSightCache(CallFollower):
                         layer.compact(chosen.indices, chosen.valid, self._plan.context)
                 if self.options.entries_dtype is not None:
                     layer.quantise()
-            for state in self.gdn_layers:
+            for state in self.bounded_layers:
                 state.detach()
         self._seconds["compact"] = self._clock() - begun
         self._recording = None
@@ -191,7 +191,7 @@ class GateSightCache(CallFollower):
             )
             scored = self._clock()
             carry_out(plan, layers, scores, quantised=self.options.entries_dtype is not None)
-            for state in self.gdn_layers:
+            for state in self.bounded_layers:
                 state.detach()
         self._plan, self._recording = plan.carried_out(), recording.after_compaction()
         self._seconds["score"] += scored - begun
@@ -277,8 +277,9 @@ class GateSightCache(CallFollower):
         wanted = _possible(replace(self.options, **options), self.spec)
         if wanted.grows:
             check_can_grow(scorer or self.scorer, self.spec)
-        recorded = not self.is_compacted and self.get_seq_length() > 0
-        if recorded and wanted.allocation == "gate" != self.options.allocation and not self.report().gate_means:
+        seen = self._recording if self.get_seq_length() else None
+        begins = wanted.allocation == "gate" != self.options.allocation
+        if begins and seen is not None and not seen.has_gates_of(self._lengths()):
             raise CacheStateError(
                 f"allocation='gate' needs output gates, which a cache with allocation={self.options.allocation!r} does "
                 "not record: prefill it with allocation='gate', and fork it with any."
@@ -458,7 +459,7 @@ class GateSightCache(CallFollower):
         self._ids = None if self._ids is None else chosen(self._ids)
         self._rope_deltas = None if self._rope_deltas is None else chosen(self._rope_deltas)
         if self._plan is not None:
-            self._plan = self._plan.map_rows(lambda table: [table[i] for i in rows.tolist()] if table else [])
+            self._plan = self._plan.with_rows(rows)
         if self._recording is not None:
             self._recording.map_rows(chosen)
 

@@ -76,6 +76,11 @@ class CallFollower(IndexedCache, Cache, SignalSink):
         return [self.layers[i] for i in self.spec.gdn_layers]
 
     @property
+    def bounded_layers(self) -> list[GDNStateLayer | SlidingAttentionLayer]:
+        """Those whose size does not grow with the context."""
+        return [layer for layer in self._all_layers if not isinstance(layer, GateSightAttentionLayer)]
+
+    @property
     def _all_layers(self) -> list[GateSightAttentionLayer | GDNStateLayer | SlidingAttentionLayer]:
         return self.layers
 

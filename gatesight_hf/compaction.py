@@ -1,8 +1,6 @@
 """From a prefill to the entries that stay: scores, budgets and selection of all layers, before anything is moved."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,6 +66,11 @@ class LayerPlan:
     indices: Tensor | None
     valid: Tensor
 
+    def with_rows(self, rows: Tensor) -> "LayerPlan":
+        """See `Plan.with_rows`."""
+        rows = rows.to(self.valid.device)
+        return LayerPlan(None if self.indices is None else self.indices[rows], self.valid[rows])
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -92,9 +95,11 @@ class Plan:
     def carried_out(self) -> "Plan":
         return replace(self, layers=[])
 
-    def map_rows(self, function: Callable[[list[Any]], list[Any]]) -> "Plan":
-        """Carry a change of the batch dimension through what is kept per row."""
-        return replace(self, kept=function(self.kept), gate_means=function(self.gate_means))
+    def with_rows(self, rows: Tensor) -> "Plan":
+        """Of other rows; `rows` are their numbers in this one, int64."""
+        kept, means = ([table[i] for i in rows.tolist()] if table else [] for table in (self.kept, self.gate_means))
+        layers = [layer.with_rows(rows) for layer in self.layers]  # there are some if a compaction failed half-way
+        return replace(self, layers=layers, kept=kept, gate_means=means)
 
 
 def plan_compaction(

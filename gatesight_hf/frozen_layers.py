@@ -166,6 +166,10 @@ class FrozenAttentionLayer(GateSightAttentionLayer):
         super()._map(function)
         self._settle_addresses()
 
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        # Every row gets a storage of its own, since it is written to.
+        self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         for name, tensor in self.state().items():
             chosen = tensor.index_select(0, beam_idx.to(tensor.device))

@@ -407,6 +407,12 @@ class SlidingAttentionLayer(DynamicSlidingWindowLayer):
 
     prefetch = offload
 
+    def detach(self) -> None:
+        """Let go of everything before the window, and of the autograd graph of forwards that ran with gradients."""
+        if self.keys is not None and self.values is not None:
+            # Views until now of all entries that a forward read.
+            self.keys, self.values = self.keys.detach().clone(), self.values.detach().clone()
+
     def snapshot(self) -> dict[str, Any]:
         """The layer's state by reference: free, since tensors are replaced and never written to."""
         return dict(vars(self))

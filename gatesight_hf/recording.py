@@ -187,6 +187,10 @@ class Recording:
             return []
         return [[gates / max(tokens, 1) for gates, tokens in row] for row in torch.stack(sums, dim=1).tolist()]
 
+    def has_gates_of(self, lengths: list[int]) -> bool:
+        """Whether the output gates of all tokens were recorded, whose numbers by row these are."""
+        return all(total is not None and total[:, 1].tolist() == lengths for total in self._gate_sums)
+
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
         """Carry a change of the batch dimension through the record."""
         self._signals = [[function(chunk) for chunk in chunks] for chunks in self._signals]

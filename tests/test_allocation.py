@@ -75,6 +75,15 @@ def test_gates_that_were_not_recorded(dense: Any) -> None:
     recorded.fork(scorer=Scores(two_layers(1, 1)), allocation="gate").compact()
 
 
+def test_gates_of_a_part_are_not_enough(dense: Any) -> None:
+    """A child with another allocation goes on without recording them."""
+    child = prefilled(dense, random_ids(20)).fork(allocation="flat")
+    child.fork(allocation="gate").compact()
+    forward(dense, random_ids(LENGTH - 20, seed=1), child)
+    with pytest.raises(CacheStateError, match="does not record"):
+        child.fork(allocation="gate")
+
+
 def test_global_blocks_are_refused(dense: Any) -> None:
     with pytest.raises(ValueError, match="no blocks"):
         prefilled(dense, random_ids(LENGTH)).fork(allocation="global", block_size=4)

@@ -92,6 +92,23 @@ def test_a_cache_whose_compaction_failed_half_way_still_answers(dense, plain, at
         assert_same(forward(dense, new, cache.fork()), oracle.logits(row, new))
 
 
+@pytest.mark.parametrize("options", [{}, {"allocation": "global"}, {"entries_dtype": "int8"}], ids=str)
+def test_a_half_way_failure_can_be_completed_in_other_rows(dense, second_layer_fails, options):
+    """Rows that came or went in between take what was decided for them along."""
+    ids, mask = left_padded([random_ids(CONTEXT), random_ids(29, seed=1)])
+    cache = prefilled(dense, ids, mask=mask, kept_fraction=0.3, **options)
+    with pytest.raises(BoomError):
+        cache.compact()
+    second_layer_fails()
+    undisturbed = compacted(dense, ids, mask=mask, kept_fraction=0.3, **options)
+    for each in (cache, undisturbed):
+        each.batch_select_indices(torch.tensor([1, 0, 0]))
+        each.batch_repeat_interleave(2)
+    assert cache.compact().kept_per_layer == undisturbed.report().kept_per_layer
+    new = random_ids(4, rows=6, seed=9)
+    assert torch.equal(forward(dense, new, cache), forward(dense, new, undisturbed))
+
+
 def test_a_half_way_failure_leaves_nothing_to_score_or_fork_otherwise(dense, second_layer_fails):
     cache = prefilled(dense, random_ids(CONTEXT), kept_fraction=0.3)
     with pytest.raises(BoomError):

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import gatesight_kernels as kernels
 from gatesight_hf import Estimator, EstimatorConfig, GateSightCache, UnsupportedModelError, reference
 from gatesight_hf.hybrid import HybridSpec, find_modules
-from gatesight_hf.layers import LatentAttentionLayer
+from gatesight_hf.layers import LatentAttentionLayer, SlidingAttentionLayer
 from gatesight_hf.methods import ExpectedAttention, KeyDiff, LagKV, SnapKV, TriAttention
 from gatesight_hf.scoring import Needs, Recorder
 from gatesight_hf.training.collect import Sampling, collect, read_shards
@@ -232,6 +232,25 @@ def test_published_olmo_hybrids_have_no_rope() -> None:
         cache = compacted(model, ids, scorer=scorer, kept_fraction=0.4)
         with Oracle(twin, evicted_of(cache, 0, LENGTH)) as oracle:
             assert_same(forward(model, QUESTION, cache.fork()), oracle.logits(ids, QUESTION))
+
+
+# -- sliding windows ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif("lara_mini" not in FAMILIES, reason="this transformers has no hybrid with sliding windows")
+@pytest.mark.filterwarnings("ignore:.*has no output gates")
+@pytest.mark.parametrize("growing", [False, True])
+def test_a_compacted_cache_holds_no_more_than_the_window(growing: bool) -> None:
+    """transformers' layer keeps a view of all entries of the last forward, which children of a parent would keep."""
+    model = tiny_model("lara_mini")
+    with torch.enable_grad():
+        cache = prefilled(model.requires_grad_(True), random_ids(100), growing=growing)
+    cache.compact()
+    for layer in cache.bounded_layers:
+        if isinstance(layer, SlidingAttentionLayer):
+            for entries in (layer.keys, layer.values):
+                assert entries.untyped_storage().nbytes() == 2 * 8 * 32 * 4
+                assert not entries.requires_grad
 
 
 # -- latent attention --------------------------------------------------------------------------------------------------
