@@ -338,11 +338,13 @@ def test_a_failed_forward_leaves_no_trace(dense, parent, layer, tokens):
         raise InterruptedForwardError
 
     handle = dense.model.layers[layer].mlp.register_forward_hook(fail)
-    with pytest.raises(InterruptedForwardError):
-        forward(dense, random_ids(tokens, seed=4), frozen)
-    with pytest.raises(InterruptedForwardError):
-        forward(dense, random_ids(tokens, rows=2, seed=4), frozen)
-    handle.remove()
+    try:
+        with pytest.raises(InterruptedForwardError):
+            forward(dense, random_ids(tokens, seed=4), frozen)
+        with pytest.raises(InterruptedForwardError):
+            forward(dense, random_ids(tokens, rows=2, seed=4), frozen)
+    finally:
+        handle.remove()
     assert (frozen.batch_size, frozen.get_seq_length(), frozen.room) == (1, 45, ROOM - 2)
     assert places(frozen) == before
     assert_same(forward(dense, question[:, 2:], frozen), expected[:, 2:])

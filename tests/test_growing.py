@@ -360,9 +360,8 @@ def test_a_question_that_fails_loses_nothing_recorded(dense, plain):
         raise BoomError
 
     handle = dense.model.layers[-2].mlp.register_forward_pre_hook(fail)
-    with pytest.raises(BoomError):
+    with handle, pytest.raises(BoomError):
         forward(dense, random_ids(4, seed=2), talk.cache)
-    handle.remove()
     talk.feed(random_ids(4, seed=3))
     talk.cache.compact()
     talk.feed(random_ids(1, seed=4))

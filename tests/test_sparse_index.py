@@ -171,9 +171,8 @@ def test_a_forward_that_fails_leaves_the_index_as_it_was(sparse, when):
         raise MemoryError
 
     handle = sparse.model.layers[-1].mlp.register_forward_hook(fail)
-    with pytest.raises(MemoryError):
+    with handle, pytest.raises(MemoryError):
         forward(sparse, new, cache)
-    handle.remove()
     assert torch.equal(forward(sparse, new, cache), expected)
 
 
