@@ -263,6 +263,9 @@ class FrozenStateLayer(GDNStateLayer):
         for states in (self._conv, self.recurrent_states):
             for state in _held(states).values():
                 state.copy_(state.index_select(0, beam_idx.to(state.device)))
+        for states in self._first:
+            for i, state in _held(states).items():
+                states[i] = state.index_select(0, beam_idx.to(state.device))  # shared with forks
 
     def snapshot(self) -> dict[str, Any]:
         """The layer's state by reference: a forward that fails has changed no value."""

@@ -203,6 +203,21 @@ def test_a_conversation_goes_on_and_rewinds(dense, parent):
 
 
 @pytest.mark.core
+def test_rows_that_change_places_rewind_to_their_own_state(dense):
+    ids, mask = left_padded([CONTEXT, random_ids(21, seed=2)])
+    parent = compacted(dense, ids, mask=mask)
+    frozen, fork, order = FrozenCache(parent, ROOM), parent.fork(), torch.tensor([1, 0])
+    child, question = frozen.fork(), random_ids(5, rows=2, seed=3)
+    forward(dense, question, frozen)
+    for cache in (frozen, fork):
+        cache.reorder_cache(order)
+    frozen.rewind()
+    assert_same(forward(dense, question, frozen), forward(dense, question, fork))
+    child.rewind()
+    assert_same(forward(dense, question, child), forward(dense, question, parent.fork()))
+
+
+@pytest.mark.core
 def test_forks_copy_and_the_parent_stays(dense, parent):
     before = [t.clone() for layer in parent.attention_layers for t in (layer.kept_keys, layer.kept_values)]
     expected = [generate(dense, question, parent.fork()) for question in QUESTIONS]
