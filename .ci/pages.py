@@ -34,7 +34,7 @@ PAGES = (
 PICTURES = ("eval/results/*.png", "eval/results/*.svg")
 #: Pages of the reference: title, and what is on it. A module stands for all that its `__all__` or its body has.
 REFERENCE: dict[str, tuple[str, tuple[str, ...]]] = {
-    "caches": ("Caches and sessions", ("gatesight_hf.GateSightCache", "gatesight_hf.Session")),
+    "caches": ("Caches and sessions", ("gatesight_hf.GateSightCache", "gatesight_hf.FrozenCache", "gatesight_hf.Session")),
     "estimators": ("Estimators", ("gatesight_hf.Estimator", "gatesight_hf.EstimatorConfig")),
     "scoring": ("Scoring interface", ("gatesight_hf.scoring",)),
     "methods": ("Methods", ("gatesight_hf.methods",)),
@@ -44,7 +44,7 @@ REFERENCE: dict[str, tuple[str, tuple[str, ...]]] = {
     "training": (
         "Training",
         ("gatesight_hf.utility", "gatesight_hf.training.collect", "gatesight_hf.training.fit",
-         "gatesight_hf.training.metrics", "gatesight_hf.training.run"),
+         "gatesight_hf.training.metrics", "gatesight_hf.training.plan", "gatesight_hf.training.run"),
     ),
     "hub": (
         "Files and the Hub",

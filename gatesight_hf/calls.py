@@ -258,7 +258,7 @@ class CallFollower(IndexedCache, Cache, SignalSink):
             self.compact()
 
     def end_generate(self) -> None:
-        if self._recording is not None:
+        if not self.is_compacted:
             warnings.warn(
                 "Nothing was compacted: this way of generating does not prefill as `generate` itself does, so that the "
                 "answer became part of the context. Prefill with a forward and call compact() first.",

@@ -221,7 +221,7 @@ def _add_evaluation(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def parser() -> argparse.ArgumentParser:
     """The command line's parser, with all verbs."""
-    made = argparse.ArgumentParser(prog="gatesight", description=__doc__)
+    made = argparse.ArgumentParser(prog="gatesight", description="Keep a tenth of a hybrid model's KV cache.")
     made.add_argument("--version", action="version", version=__version__)
     verbs = made.add_subparsers(required=True, metavar="VERB")
     for add in (_add_demo, _add_ask, _add_train, _add_analyze, _add_serve, _add_inspect, _add_push, _add_evaluation):

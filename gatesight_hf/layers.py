@@ -140,6 +140,12 @@ class GateSightAttentionLayer(CacheLayerMixin):
         return 0 if self.kept_keys is None else self.kept_keys.shape[-2]
 
     @property
+    def kept_nbytes(self) -> int:
+        """Of the kept entries and their scales, each row counted, storages shared or not."""
+        held = (self.kept_keys, self.kept_values, self.key_scales, self.value_scales)
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+    @property
     def tail_length(self) -> int:
         return 0 if self.tail_keys is None else self.tail_keys.shape[-2]
 

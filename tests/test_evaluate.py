@@ -343,3 +343,16 @@ def test_sequences_beyond_the_models_positions_are_refused() -> None:
     fitting = tiny_model(max_position_embeddings=LENGTH + 9)
     backend = TransformersBackend(fitting, character_tokenizer(), ScorerFactory(fitting, None, {}), "tiny")
     assert len(backend.run(request_of(), cells_of([], []), check_identity=False).cells) == 2
+
+
+def test_bytes_are_those_of_a_row_also_where_a_layer_keeps_everything(dense: Any, scorers: ScorerFactory) -> None:
+    """Rows of a batch share the storage of such a layer."""
+    cells = cells_of([Method("keydiff"), Method("key_norm"), Method("random")], [0.95])
+    found = []
+    for rows in (1, 16):
+        backend = TransformersBackend(dense, scorers.tokenizer, scorers, "tiny", rows=rows)
+        found.append([cell.kv_bytes for cell in backend.run(request_of(), cells, False).cells])
+    assert found[0] == found[1]
+    heads, width = 2, 32
+    whole = backend.run(request_of(), cells[:1], False).cells[0]
+    assert whole.kv_bytes == sum(whole.kept_per_layer) * heads * 2 * width * 4

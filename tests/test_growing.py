@@ -1,5 +1,6 @@
 """Growing caches: every compaction evicts what the policy says, from its time on, and nothing else changes."""
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -499,3 +500,10 @@ def test_a_session_that_fails_is_as_before(reference, monkeypatch):
                 act()
         patch.undo()
     assert digest(session.cache) == before
+
+
+def test_generating_with_a_growing_cache_warns_of_nothing(dense):
+    parent = compacted(dense, random_ids(CONTEXT), kept_fraction=0.3, growing=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(dense, random_ids(5, seed=1), parent, tokens=3)

@@ -18,7 +18,7 @@ from gatesight_hf.training.run import collect_from_arguments
 from .observation_tables import PLOTTERS, markdown
 from .observations import checkpoint_log_decay, observe
 from .store import commit
-from .tables import save_figure
+from .tables import require_matplotlib, save_figure
 
 
 def analyze_from_arguments(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -28,6 +28,7 @@ def analyze_from_arguments(args: argparse.Namespace) -> dict[str, Any] | None:
     Raises:
         ValueError: See `collect_from_arguments`.
     """
+    require_matplotlib()
     if args.longer_documents < 0:
         raise ValueError(f"--longer-documents must be at least 0, got {args.longer_documents}.")
     longer_length = args.longer_length or 2 * args.length

@@ -260,8 +260,9 @@ def _manifest(
 
 def _report(args: argparse.Namespace) -> None:
     from .report import Results, summarise
-    from .tables import markdown, plot_costs, plot_curves, plot_depths
+    from .tables import markdown, plot_costs, plot_curves, plot_depths, require_matplotlib
 
+    require_matplotlib()
     fractions = _fractions(args.kept) if args.kept else None
     try:
         results = Results(args.runs, args.revised, fractions)
@@ -283,3 +284,4 @@ def _report(args: argparse.Namespace) -> None:
     plot_costs(summary, out.with_name(out.name + "-costs.png"))
     plot_depths(summary, args.against, out.with_name(out.name + "-depths.png"))
     print(record if args.json else text)
+    print(f"Wrote {out}.json, {out.name}.md and {out.name}-*.png.", file=sys.stderr)

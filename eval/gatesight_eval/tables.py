@@ -1,5 +1,6 @@
 """The tables and plots of a report."""
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,12 @@ def plot_costs(summary: dict[str, Any], path: Path) -> None:
     axis.barh(list(shares), [100 * value for value in shares.values()])
     axis.set(xlabel="scoring, % of prefill", xscale="log")
     save_figure(figure, path)
+
+
+def require_matplotlib() -> None:
+    """Raise RuntimeError, which says what to install, where plots cannot be drawn: before long work, not after it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise RuntimeError('Plots need matplotlib: pip install "gatesight-hf[eval]", or -e ".[eval]" in a clone.')
 
 
 def new_axis(size: tuple[float, float]) -> tuple[Any, Any]:

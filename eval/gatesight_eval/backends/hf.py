@@ -162,7 +162,9 @@ class TransformersBackend(Backend):
             kept, achieved = [[0] * len(layers) for layers in kept], 0.0
         # Rows that keep less are filled up in a batch; alone they would hold their own entries only.
         held = sum(layer.kept_length for layer in child.attention_layers)
-        row_bytes, key_bytes = child.report().kv_bytes // len(cells), self._key_scale_bytes(child) // len(cells)
+        # Not those of storages, which the rows of a layer that keeps everything share.
+        row_bytes = sum(layer.kept_nbytes for layer in child.attention_layers) // len(cells)
+        key_bytes = self._key_scale_bytes(child) // len(cells)
         entry_bytes = (row_bytes - key_bytes) // held if held else 0
         answers = self._answers(child, request, len(cells))
         return [
