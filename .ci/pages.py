@@ -34,7 +34,10 @@ PAGES = (
 PICTURES = ("eval/results/*.png", "eval/results/*.svg")
 #: Pages of the reference: title, and what is on it. A module stands for all that its `__all__` or its body has.
 REFERENCE: dict[str, tuple[str, tuple[str, ...]]] = {
-    "caches": ("Caches and sessions", ("gatesight_hf.GateSightCache", "gatesight_hf.FrozenCache", "gatesight_hf.Session")),
+    "caches": (
+        "Caches and sessions",
+        ("gatesight_hf.GateSightCache", "gatesight_hf.FrozenCache", "gatesight_hf.Session"),
+    ),
     "estimators": ("Estimators", ("gatesight_hf.Estimator", "gatesight_hf.EstimatorConfig")),
     "scoring": ("Scoring interface", ("gatesight_hf.scoring",)),
     "methods": ("Methods", ("gatesight_hf.methods",)),
