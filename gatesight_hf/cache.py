@@ -54,7 +54,7 @@ class GateSightCache(CallFollower):
             tokens or more have come since the last compaction; a question is evicted like any text, so let it be more
             than a question with its answer. A number implies `growing`. The first compaction is not by itself: it is
             that of `generate`, or a call of `compact()`.
-        entries_dtype (`str | None`): `int8` holds kept entries as 8-bit integers, see `quantised.py`; later tokens stay
+        entries_dtype: `int8` holds kept entries as 8-bit integers, see `quantised.py`; later tokens stay
             in the model's dtype, and so do a layer's entries if NaN or infinity is among them. Every forward turns them
             back, one layer after another, each for as long as it runs. None: the model's dtype.
 

@@ -48,8 +48,8 @@ class FrozenCache(GateSightCache):
     bounds, on GPUs in a device assertion. A loop of one's own asks for `room` first.
 
     Args:
-        parent (`GateSightCache`): The compacted cache; it is not changed.
-        max_new_tokens (`int`): Room for tokens from now on, those of questions and of answers.
+        parent: The compacted cache; it is not changed.
+        max_new_tokens: Room for tokens from now on, those of questions and of answers.
 
     Raises:
         TypeError: The parent is no GateSight cache.
