@@ -70,11 +70,15 @@ def _add_collection(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--split", default="train", help="of the data set (default: train)")
     verb.add_argument("--text-column", default="text", help="of the data set (default: text)")
     verb.add_argument("--data", type=Path, help="folder of the collected data (default: OUT with '-data' appended)")
-    verb.add_argument("--train-documents", type=int, default=96)
-    verb.add_argument("--eval-documents", type=int, default=32)
-    verb.add_argument("--length", type=int, default=1024, help="tokens per document; longer ones are cut")
-    verb.add_argument("--continuations", type=int, default=16, help="sampled per document and prompt")
-    verb.add_argument("--continuation-tokens", type=int, default=24)
+    verb.add_argument("--train-documents", type=int, default=96, help="to fit on (default: %(default)s)")
+    verb.add_argument("--eval-documents", type=int, default=32, help="others, to measure on (default: %(default)s)")
+    verb.add_argument(
+        "--length", type=int, default=1024, help="tokens per document; longer ones are cut (default: %(default)s)"
+    )
+    verb.add_argument(
+        "--continuations", type=int, default=16, help="sampled per document and prompt (default: %(default)s)"
+    )
+    verb.add_argument("--continuation-tokens", type=int, default=24, help="of each (default: %(default)s)")
     verb.add_argument("--rows", type=int, help="continuations sampled at a time; fewer take less memory (default: all)")
     verb.add_argument(
         "--prompt",
@@ -82,7 +86,7 @@ def _add_collection(verb: argparse.ArgumentParser) -> None:
         help="text put after each document before sampling; may be repeated (default: none; for the reference model "
         "'question :')",
     )
-    verb.add_argument("--epochs", type=int, default=30)
+    verb.add_argument("--epochs", type=int, default=30, help="of fitting (default: %(default)s)")
     verb.add_argument("--window", type=int, default=6, help="nearest GDN layers below an attention layer that are read")
     verb.add_argument("--hidden-size", type=int, default=64)
     verb.add_argument("--seed", type=int, default=0)
