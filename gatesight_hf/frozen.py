@@ -8,6 +8,7 @@ copies the states and moves the position on. A forward that fails therefore leav
 move the copies to where the states are computed: after an error within its programs the cache must be rewound.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from .frozen_layers import (
 from .inputs import whole_padding
 from .layers import GateSightAttentionLayer, GDNStateLayer, LatentAttentionLayer, SlidingAttentionLayer
 from .multimodal import has_pictures
+from .scoring import Scorer
 
 #: Layers that can be frozen.
 _FROZEN: dict[type, type[FrozenAttentionLayer]] = {
@@ -88,6 +90,13 @@ class FrozenCache(GateSightCache):
             self._late_ids = at_one_address(torch.zeros((self.batch_size, slots), dtype=torch.long, device=device))
         #: Tokens of the forward under way; None between forwards.
         self._length: int | None = None
+
+    @classmethod
+    def load(
+        cls, path: str | Path, model: Any, *, tokenizer: Any = None, scorer: Scorer | None = None
+    ) -> "GateSightCache":
+        """Raises CacheStateError: files hold no room for tokens to come."""
+        raise CacheStateError("Files hold no frozen caches: load the parent with GateSightCache.load, and freeze it.")
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 

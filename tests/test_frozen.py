@@ -420,7 +420,8 @@ def test_what_cannot_be_frozen_says_so(dense, parent):
 def test_what_a_frozen_cache_does_not_do_says_so(dense, parent, tmp_path):
     frozen = FrozenCache(parent, ROOM)
     for change in (frozen.compact, frozen.reset, lambda: frozen.fork(kept_fraction=0.1),
-                   lambda: frozen.fork(scorer=Recorder()), lambda: frozen.save(tmp_path / "cache")):  # fmt: skip
+                   lambda: frozen.fork(scorer=Recorder()), lambda: frozen.save(tmp_path / "cache"),
+                   lambda: FrozenCache.load(tmp_path / "cache", dense)):  # fmt: skip
         with pytest.raises(CacheStateError):
             change()
     ids, mask = left_padded([random_ids(3), random_ids(5)])
