@@ -42,7 +42,7 @@ from gatesight_hf.vllm.metrics import COUNTERS, SessionStats
 from gatesight_hf.vllm.pages import Pages
 from gatesight_hf.vllm.support import UnsupportedVLLMError, check_engine
 
-from .conftest import FAMILIES, FAMILY_OPTIONS, random_estimator
+from .conftest import EXPERTS, FAMILIES, SHARED, random_estimator
 
 #: One engine a process: `make test-vllm` runs three families with random weights, and the bundled model.
 FAMILY = os.environ.get("GATESIGHT_TEST_FAMILY", "reference")
@@ -61,7 +61,7 @@ def tiny() -> Any:
     linear = {f"linear_num_{kind}_heads": n for kind, n in (("key", 2), ("value", 4))}
     linear |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4}
     model_class, config_class = FAMILIES[FAMILY]
-    sizes |= FAMILY_OPTIONS[FAMILY]
+    sizes |= {} if FAMILY == "qwen3_5" else {**EXPERTS, **SHARED}
     model = model_class(config_class(**sizes, **attention, **linear, tie_word_embeddings=False))
     for parameter in model.parameters():
         if parameter.ndim == 2:
