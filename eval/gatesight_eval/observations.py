@@ -173,21 +173,18 @@ def observe(
     """
     lives = half_lives(read_shards(held_out), checkpoint)
     fitted = fit(config, train, held_out, options)
-    methods: dict[str, ScoreFunction] = {
-        **fitted.methods,
-        "slow-head effective write": slow_write(config, lives["median"]),
-    }
+    more: dict[str, ScoreFunction] = {"slow-head effective write": slow_write(config, lives["median"])}
     if estimator is not None:
         inputs_of = signal_inputs(config)
         layers: list[dict[str, Tensor]] = [{} for _ in config.gdn_windows]
         for full_name, tensor in estimator.tensors.items():
             _, j, name = full_name.split(".")
             layers[int(j)][name] = tensor
-        methods["given estimator"] = lambda shard, j: mlp_scores(layers[j], inputs_of(shard, j))
+        more["given estimator"] = lambda shard, j: mlp_scores(layers[j], inputs_of(shard, j))
     return {
         "half_lives": lives,
         "cells": cells(held_out, config),
-        "scores": {**fitted.metrics, **evaluate(held_out, dict(list(methods.items())[len(fitted.methods) :]))},
-        "longer": evaluate(longer, methods) if longer else None,
+        "scores": {**fitted.metrics, **evaluate(held_out, more)},
+        "longer": evaluate(longer, {**fitted.methods, **more}) if longer else None,
         "best_single_signals": fitted.best_single_signals,
     }
