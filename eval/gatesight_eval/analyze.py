@@ -12,6 +12,7 @@ import transformers
 import gatesight_hf
 from gatesight_hf import Estimator, EstimatorConfig, reference
 from gatesight_hf.hybrid import find_modules
+from gatesight_hf.loading import REFERENCE
 from gatesight_hf.training.fit import FitOptions
 from gatesight_hf.training.run import collect_from_arguments
 
@@ -37,7 +38,7 @@ def analyze_from_arguments(args: argparse.Namespace) -> dict[str, Any] | None:
     if not collected.is_main:
         return None
     config = EstimatorConfig.for_model(collected.spec, collected.name, args.window, args.hidden_size)
-    folder = args.estimator or (reference.ESTIMATOR_PATH if args.model == "reference" else None)
+    folder = args.estimator or (reference.ESTIMATOR_PATH if args.model == REFERENCE else None)
     estimator = None if folder is None else Estimator.from_pretrained(folder)
     if estimator is not None:
         estimator.check(collected.spec)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gatesight_hf.loading import REFERENCE
+
 if TYPE_CHECKING:
     from .backends import Backend
 
@@ -139,7 +141,7 @@ def _transformers_backend(args: argparse.Namespace) -> "tuple[Backend, Callable[
         raise ValueError("--engine-options and --whole-blocks are for --backend vllm.")
     model, tokenizer = load_named(args.model, args.dtype)
     scorers = _scorers(args, model, tokenizer)
-    rows = args.rows or (16 if args.model == "reference" else 1)
+    rows = args.rows or (16 if args.model == REFERENCE else 1)
     backend = TransformersBackend(model, tokenizer, scorers, args.model, args.prefill_chunk_size, rows)
     return backend, lambda: _runnable(scorers), dict(scorers.options)
 
@@ -163,7 +165,7 @@ def _vllm_backend(args: argparse.Namespace) -> "tuple[Backend, Callable[[], list
         raise ValueError("--backend vllm needs an estimator of this model: --estimator gatesight=FOLDER.")
     if args.max_length is not None:
         engine.setdefault("max_model_len", args.max_length)
-    is_reference = args.model == "reference"
+    is_reference = args.model == REFERENCE
     if args.dtype or is_reference:
         engine.setdefault("dtype", args.dtype or "bfloat16")  # vLLM's GDN layers run in nothing else on CPUs
     model = reference.MODEL_PATH if is_reference else args.model
@@ -215,7 +217,7 @@ def _estimators(args: argparse.Namespace) -> dict[str, str | Path]:
         if not folder:
             raise ValueError(f"--estimator {pair}: give NAME=FOLDER, for example gatesight=my-estimator.")
         estimators[name] = folder
-    if args.model == "reference":
+    if args.model == REFERENCE:
         estimators.setdefault("gatesight", reference.ESTIMATOR_PATH)
     return estimators
 
@@ -230,7 +232,7 @@ def _scorers(args: argparse.Namespace, model: Any, tokenizer: Any) -> Any:
     from .methods import ScorerFactory, calibration_ids
 
     hidden, calibration, options = args.hidden_states, args.calibration, dict(args.options)
-    if args.model == "reference":
+    if args.model == REFERENCE:
         hidden = hidden or reference.ESTIMATOR_PATH / HIDDEN_STATES_FOLDER
         options = {**REFERENCE_OPTIONS, **options}
         if calibration is None:
