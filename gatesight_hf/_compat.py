@@ -65,6 +65,16 @@ def generation_option(model: Any, arguments: dict[str, Any], name: str) -> Any:
     return next((value for value in given if value is not None), None)
 
 
+def lengthened(arguments: dict[str, Any], more: int) -> dict[str, Any]:
+    """Arguments of a `generate` whose prompt was made longer by `more` pads, which lengths in tokens count too."""
+    lengths = {
+        name: value + more
+        for name in ("max_length", "min_length")
+        if (value := arguments.get(name) or getattr(arguments.get("generation_config"), name, None))
+    }
+    return {**arguments, **lengths}
+
+
 def default_mask(model: Any, ids: Tensor, arguments: dict[str, Any]) -> Tensor:
     """The mask that `generate` infers of ids without one: pads are hidden, unless the pad token also ends sequences."""
     pad, end = (generation_option(model, arguments, name) for name in ("pad_token_id", "eos_token_id"))

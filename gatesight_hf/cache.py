@@ -1,7 +1,8 @@
 """GateSightCache: the life of one context. Prefill, compaction, forks, serving."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from .scoring import Prefill, Recorder, Scorer, Scores, checked_scores
 from .signals import attach
 from .sparse import SparseAttentionLayer
 from .storage import AbsentScorer, CacheFile, SavedCache, save_cache
+from .tokens import Tokens
 
 
 class GateSightCache(CallFollower):
@@ -210,12 +212,12 @@ class GateSightCache(CallFollower):
                 "questions, or reset() to prefill another context; one made with growing=True or recompact_every=N can "
                 "be compacted again."
             )
-        self._recover()
         if self.get_seq_length() == 0:
             raise CacheStateError("Nothing to compact: run the model on the context with this cache first.")
         tails = [layer.tail() for layer in self.attention_layers]
         lengths, new = self._lengths(), self.attention_layers[0].tail_length
-        deltas = None if self._rope_deltas is None else self._rope_deltas.tolist()
+        tokens = self._tokens
+        deltas = None if tokens.rope_deltas is None else tokens.rope_deltas.tolist()
         return Prefill(
             spec=self.spec,
             lengths=[min(length, new) for length in lengths],
@@ -227,7 +229,7 @@ class GateSightCache(CallFollower):
             query_moments=self._recording.query_moments,
             hidden=self._recording.hidden,
             rotary=self._rotary,
-            ids=None if self._pictures or self._ids is None else self._ids[:, self._ids.shape[1] - new :],
+            ids=None if tokens.pictures or tokens.ids is None else tokens.ids[:, tokens.count - new :],
             fork=None if self.is_compacted else lambda: self.fork(scorer=Recorder(), allocation="flat"),
             before=[length - new for length in lengths] if self.is_compacted else [],
         )
@@ -267,7 +269,6 @@ class GateSightCache(CallFollower):
             CacheStateError: Another scorer or other options for a compacted parent, or one that needs what was not
                 recorded.
         """
-        self._recover()
         if self.is_compacted and (scorer is not None or options):
             raise CacheStateError("A compacted cache cannot be compacted otherwise: fork it without options.")
         if scorer is not None or options:
@@ -316,6 +317,24 @@ class GateSightCache(CallFollower):
         super().reset()
         self._clear()
 
+    def tie(self, model: Any) -> None:
+        """Go on with another object of the same model: one that was loaded or copied again, or after pickling.
+
+        Args:
+            model: Its weights are compared by a sample (`identity`) where those of the cache's model are known.
+
+        Raises:
+            SessionMismatchError: It is another model.
+            UnsupportedModelError: It is no hybrid of a known family.
+        """
+        self._model.check_same(model)
+        attach(model)
+        self._model = ModelReference(model)
+        self._rotary = rotary_tables(adapter_for(self.spec).rotary_embedding(self._model.decoder))
+
+    def early_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: layers take their shapes, dtypes and devices from the first entries they are given."""
+
     # -- files ---------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path, *, tokenizer: Any = None) -> None:
@@ -334,7 +353,6 @@ class GateSightCache(CallFollower):
             OSError: The file cannot be written.
             ValueError: A state holds NaN or infinite values.
         """
-        self._recover()
         if not self.is_compacted or self._plan is None:
             raise CacheStateError("Only a compacted cache can be saved: prefill a context and call compact() first.")
         if self.options.grows:
@@ -342,14 +360,12 @@ class GateSightCache(CallFollower):
                 "A growing cache cannot be saved: its scores and its record of new tokens have no place in the file. "
                 "Save one made without growing and recompact_every."
             )
-        if self._rope_deltas is not None:
+        if self._tokens.rope_deltas is not None:
             raise CacheStateError(
                 "A cache of a multimodal model cannot be saved: files hold no positions on three axes."
             )
         layers = _held_by_files(self._all_layers)
-        model = self._model()
-        if model is None:
-            raise CacheStateError("The cache's model is gone, and cannot be noted in the file: save while it is there.")
+        model = self._model.existing()
         context = self._plan.context
         saved = SavedCache(
             identity=Identity.of(model, tokenizer, self.scorer),
@@ -357,8 +373,8 @@ class GateSightCache(CallFollower):
             extent=Extent(self.batch_size, context, self.get_seq_length() - context),
             plan=self._plan,
             seconds=self._seconds,
-            ids=self._ids,
-            padding=self._padding,
+            ids=self._tokens.ids,
+            padding=self._tokens.padding,
         )
         save_cache(path, saved, layers)
 
@@ -392,7 +408,7 @@ class GateSightCache(CallFollower):
                 model(token, **{cache_argument(model): cache}, use_cache=True)
             saved = file.load_layers(layers, token.device)
         cache._recording, cache._plan, cache._seconds = None, saved.plan, saved.seconds
-        cache._ids, cache._padding = saved.ids, saved.padding
+        cache._tokens = Tokens(saved.extent.context + saved.extent.tail, saved.ids, saved.padding)
         return cache
 
     # -- reports -------------------------------------------------------------------------------------------------------
@@ -434,34 +450,43 @@ class GateSightCache(CallFollower):
     # -- batches: beams, several sequences, several questions at once --------------------------------------------------
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        rows = max(self.batch_size, 0)
-        super().batch_repeat_interleave(repeats)
-        self._follow_rows(torch.arange(rows).repeat_interleave(repeats))
+        rows = torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats)
+        with self._changing_rows(rows):
+            super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        rows = self.batch_size
-        super().batch_select_indices(indices)
-        self._follow_rows(torch.arange(rows)[indices.cpu()])
+        rows = torch.arange(max(self.batch_size, 0))[indices.cpu()]
+        with self._changing_rows(rows):
+            super().batch_select_indices(indices)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
-        self._follow_rows(beam_idx.cpu())
+        with self._changing_rows(beam_idx.cpu()):
+            super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+
+    @contextmanager
+    def _changing_rows(self, rows: Tensor) -> Iterator[None]:
+        """Carry a change of the batch dimension through all that the cache holds, or through nothing if it fails."""
+        held, states = self.batch_size, [layer.snapshot() for layer in self._all_layers]
+        others = {name: value for name, value in vars(self).items() if name != "layers"}
+        recording = None if self._recording is None else self._recording.copy()
+        try:
+            yield
+            if held != -1:
+                self._follow_rows(rows)
+        except BaseException:
+            for layer, state in zip(self._all_layers, states, strict=True):
+                layer.restore(state)
+            vars(self).update(others)
+            self._recording = recording
+            raise
 
     def _follow_rows(self, rows: Tensor) -> None:
-        """Carry a change of the batch dimension through everything the cache holds besides its layers."""
-        if self.batch_size == -1:
-            return
-
-        def chosen(tensor: Tensor) -> Tensor:
-            return tensor[rows.to(tensor.device)]
-
-        self._padding = None if self._padding is None else chosen(self._padding)
-        self._ids = None if self._ids is None else chosen(self._ids)
-        self._rope_deltas = None if self._rope_deltas is None else chosen(self._rope_deltas)
+        """What the cache holds besides its layers."""
+        self._tokens = self._tokens.with_rows(rows)
         if self._plan is not None:
             self._plan = self._plan.with_rows(rows)
         if self._recording is not None:
-            self._recording.map_rows(chosen)
+            self._recording.map_rows(lambda tensor: tensor[rows.to(tensor.device)])
 
     def crop(self, tokens_to_remove: int) -> None:
         raise NotImplementedError(

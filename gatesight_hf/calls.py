@@ -3,30 +3,42 @@
 import time
 import warnings
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ._compat import IndexedCache, default_mask, generation_option, without_restarting_chunks
+from ._compat import IndexedCache, default_mask, generation_option, lengthened, without_restarting_chunks
 from .attention import AttentionView
 from .compaction import CompactionOptions, Plan
 from .errors import CacheStateError
 from .hybrid import HybridSpec, find_modules
-from .inputs import are_new, check_embeds, check_one_sequence, positions_of, repeats_of, whole_padding
+from .identity import ModelReference
+from .inputs import (
+    check_embeds,
+    check_mask,
+    check_no_checkpointing,
+    check_one_sequence,
+    positions_of,
+    repeats_of,
+    whole_padding,
+)
 from .layers import GateSightAttentionLayer, GDNStateLayer, SlidingAttentionLayer
 from .multimodal import core_of, has_pictures, positions_on_axes, rope_deltas_after, without_seen_pictures
 from .recording import Recording
 from .scoring import Scorer
-from .signals import SignalSink
+from .signals import GenerateCall, SignalSink
 from .sparse import SparseAttentionLayer
+from .tokens import Tokens
 
 #: What a forward changes besides layers; values are replaced, never written to, but for the recording, which is copied.
-_PER_FORWARD = ("_recording", "_plan", "_padding", "_ids", "_rope_deltas", "_pictures")
+_PER_FORWARD = ("_recording", "_plan", "_tokens")
 
 
 class CallFollower(IndexedCache, Cache, SignalSink):
@@ -35,25 +47,21 @@ class CallFollower(IndexedCache, Cache, SignalSink):
     spec: HybridSpec
     scorer: Scorer
     options: CompactionOptions
+    _model: ModelReference
 
     def _clear(self) -> None:
         #: What is gathered of the context; None once it is compacted, or, of a growing cache, of what came since.
         self._recording: Recording | None = Recording(self.spec, self.scorer.needs)
         self._plan: Plan | None = None
-        #: Ids of all tokens seen `[B, tokens]`; None once embeddings were given.
-        self._ids: Tensor | None = torch.empty((1, 0), dtype=torch.long)
-        #: `[B, tokens seen]`, False at pads; None while no pad was seen.
-        self._padding: Tensor | None = None
-        #: By row, how far positions are from numbers of tokens, `[B]`; None until pictures or their model say so.
-        self._rope_deltas: Tensor | None = None
-        #: Whether there are pictures among the tokens seen.
-        self._pictures = False
+        self._tokens = Tokens()
         #: What a multimodal model was given for the forward of its text model that is coming.
         self._coming: dict[str, Any] = {}
         #: Its columns of the forward under way, if there are pads among them.
         self._late_pads: Tensor | None = None
         #: State before the forward under way.
         self._before: tuple[list[dict[str, Any]], dict[str, Any]] | None = None
+        #: By layer, how often it took the tokens of the forward under way.
+        self._taken: Counter[int] = Counter()
         #: Shown views of attention layers, see `watch_attention`.
         self._watcher: Callable[[int, AttentionView], None] | None = None
         self._begun = 0.0
@@ -96,9 +104,7 @@ class CallFollower(IndexedCache, Cache, SignalSink):
 
     def _lengths(self) -> list[int]:
         """Tokens of each row, padding not counted."""
-        if self._padding is None:
-            return [self.get_seq_length()] * self.batch_size
-        return self._padding.sum(-1).tolist()
+        return self._tokens.lengths(self.batch_size)
 
     def _clock(self) -> float:
         tail = self.attention_layers[0].tail_keys
@@ -108,9 +114,12 @@ class CallFollower(IndexedCache, Cache, SignalSink):
 
     # -- what model layers call: only within a forward that the hooks have announced -----------------------------------
 
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         self._check_announced()
-        return super().update(*args, **kwargs)
+        self._note_taken(layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_indexer(self, *args: Any, **kwargs: Any) -> Tensor:
         self._check_announced()
@@ -120,15 +129,32 @@ class CallFollower(IndexedCache, Cache, SignalSink):
         self._check_announced()
         return super().update_conv_state(*args, **kwargs)
 
-    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
         self._check_announced()
-        return super().update_recurrent_state(*args, **kwargs)
+        self._note_taken(layer_idx)
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
+    # Single-token steps write to the convolution state that they are given.
+
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        self._check_announced()
+        return super().get_conv_state(*args, **kwargs)
+
+    def has_previous_state(self, layer_idx: int | None = None, *args: Any, **kwargs: Any) -> bool:
+        if layer_idx is not None:
+            self._check_announced()
+        return super().has_previous_state(layer_idx, *args, **kwargs)
+
+    def _note_taken(self, layer_idx: int) -> None:
+        self._taken[layer_idx] += 1
 
     def _check_announced(self) -> None:
         if self._before is None:
+            assert self._model.decoder is not None  # or an error says why
             raise CacheStateError(
-                "This model object has no GateSight hooks: they were removed, or the cache is for another object. "
-                "Call gatesight_hf.signals.attach(model) first."
+                "This model object has no GateSight hooks: they were removed, or the cache belongs to another object. "
+                "Call gatesight_hf.signals.attach(model) on the cache's model, or cache.tie(model) if this is the same "
+                "model, loaded or copied again."
             )
 
     # -- what the hooks call (SignalSink) ------------------------------------------------------------------------------
@@ -162,8 +188,9 @@ class CallFollower(IndexedCache, Cache, SignalSink):
         """Whether coming tokens are recorded: not between a compaction that is decided and its end."""
         return self._recording is not None and (self._plan is None or self.is_compacted)
 
-    def begin_forward(self, model_inputs: dict[str, Any]) -> dict[str, Any]:
-        self._recover()
+    def begin_forward(self, decoder: nn.Module, model_inputs: dict[str, Any]) -> dict[str, Any]:
+        self._model.check(decoder)
+        self.undo_forward()
         ids, embeds = model_inputs.get("input_ids"), model_inputs.get("inputs_embeds")
         new = ids if ids is not None else embeds
         if new is None:
@@ -176,26 +203,26 @@ class CallFollower(IndexedCache, Cache, SignalSink):
                 f"No new tokens: the cache has seen {self.get_seq_length()} tokens, and all of the input is among "
                 "them. Append the question to the context."
             )
-        repeats = self._repeats_for(rows)
-        past = None if self._padding is None else self._padding.repeat_interleave(repeats, dim=0)
-        padding = whole_padding(model_inputs.get("attention_mask"), past, rows, self.get_seq_length(), length)
-        check_one_sequence(model_inputs, padding, self.get_seq_length())
+        repeats, seen = self._repeats_for(rows), self._tokens
+        past = None if seen.padding is None else seen.padding.repeat_interleave(repeats, dim=0)
+        padding = whole_padding(model_inputs.get("attention_mask"), past, rows, seen.count, length)
+        check_one_sequence(model_inputs, padding, seen.count)
 
+        check_no_checkpointing(decoder)
+
+        self._taken.clear()
         states = [layer.snapshot() for layer in self._all_layers]
         self._before = (states, {name: getattr(self, name) for name in _PER_FORWARD})
         if self._recording is not None:
             self._recording = self._recording.copy()
-        self._pictures = self._pictures or has_pictures(coming)
         if repeats > 1:
             self.batch_repeat_interleave(repeats)
-        self._padding = padding
+        tokens = self._tokens.followed_by(ids, length, padding)
         positions = model_inputs.get("position_ids")
         if positions is not None and positions.ndim == 3:
-            self._rope_deltas = rope_deltas_after(positions, self._seen_with(rows, length).to(positions.device))
-        if ids is None or self._ids is None:
-            self._ids = None
-        else:
-            self._ids = torch.cat([self._ids.to(ids.device).expand(rows, -1), ids], dim=1)
+            lengths = torch.tensor(tokens.lengths(rows), device=positions.device)
+            tokens = replace(tokens, rope_deltas=rope_deltas_after(positions, lengths))
+        self._tokens = replace(tokens, pictures=tokens.pictures or has_pictures(coming))
         self._begun = self._clock() if self._plan is None else 0.0
         self._late_pads = None
         if padding is None:
@@ -203,18 +230,12 @@ class CallFollower(IndexedCache, Cache, SignalSink):
         if not bool(padding[:, -length:].all()):
             self._late_pads = padding[:, -length:].long()
         model_inputs = {**model_inputs, "attention_mask": padding.long()}
-        if model_inputs.get("position_ids") is None:
+        if positions is None:
             model_inputs["position_ids"] = positions_of(padding, length)
         return model_inputs
 
-    def _seen_with(self, rows: int, length: int) -> Tensor:
-        """Tokens of each row with `length` coming ones, padding not counted, `[rows]`; the padding is known by now."""
-        if self._padding is None:
-            return torch.full((rows,), self.get_seq_length() + length)
-        return self._padding.sum(-1)
-
     def begin_multimodal(self, core: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-        self._recover()
+        self._model.check(core.language_model)
         self._coming = inputs
         if inputs.get("position_ids") is not None:
             return inputs
@@ -226,32 +247,45 @@ class CallFollower(IndexedCache, Cache, SignalSink):
     def _positions_on_axes(self, core: Any, inputs: dict[str, Any]) -> Tensor:
         """Positions `[3, B, T]` of new ids or embeddings behind everything seen."""
         new = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
-        (rows, length), seen = new.shape[:2], self.get_seq_length()
-        repeats = self._repeats_for(rows)
-        past = None if self._padding is None else self._padding.repeat_interleave(repeats, dim=0)
+        (rows, length), tokens = new.shape[:2], self._tokens
+        repeats, seen = self._repeats_for(rows), tokens.count
+        past = None if tokens.padding is None else tokens.padding.repeat_interleave(repeats, dim=0)
         padding = whole_padding(inputs.get("attention_mask"), past, rows, seen, length)
         start = torch.full((rows,), seen) if padding is None else padding[:, :seen].sum(-1)
-        if self._rope_deltas is not None:
-            start = start.to(self._rope_deltas.device) + self._rope_deltas.repeat_interleave(repeats)
+        if tokens.rope_deltas is not None:
+            start = start.to(tokens.rope_deltas.device) + tokens.rope_deltas.repeat_interleave(repeats)
         return positions_on_axes(core, inputs, start, None if padding is None else padding[:, -length:])
 
-    def end_forward(self, completed: bool) -> None:
-        if not completed:
-            self._recover()
-            return
-        before, self._before = self._before, None
+    def end_forward(self) -> None:
+        self._check_taken()
         self._forget_positions()
         if self._plan is None:
             self._seconds["prefill"] += self._clock() - self._begun
         every, new = self.options.recompact_every, self.attention_layers[0].tail_length
-        if every is None or new < every or not self.is_compacted:
-            return
-        try:
+        if every is not None and new >= every and self.is_compacted:
             self.compact()
-        except BaseException:
-            self._before = before
-            self._recover()
-            raise
+        self._before = None
+
+    def _check_taken(self) -> None:
+        """Raise an error unless every layer, and the record, took the tokens of the forward that ends, once."""
+        seen, layers = self._tokens.count, self._all_layers
+        missed = [
+            i
+            for i, layer in enumerate(layers)
+            if self._taken[i] != 1 or not (isinstance(layer, GDNStateLayer) or layer.get_seq_length() == seen)
+        ]
+        if missed:
+            raise CacheStateError(
+                f"{len(missed)} of {len(layers)} layers (the first is layer {missed[0]}) did not take this forward's "
+                "tokens into the cache, or ran twice: a cache cannot go on from that, and is as it was before."
+            )
+        if self._in_context and self._recording is not None:
+            recorded = self._recording.lengths(self.scorer.needs)
+            if any(length != self.attention_layers[0].tail_length for length in recorded):
+                raise CacheStateError(
+                    "Some layers' signals were not recorded in this forward, and the cache is as it was before: a "
+                    "hooked projection was exchanged. Call gatesight_hf.signals.attach(model), which hooks the new one."
+                )
 
     def end_prefill(self) -> None:
         if not self.is_compacted:
@@ -265,8 +299,8 @@ class CallFollower(IndexedCache, Cache, SignalSink):
                 stacklevel=4,
             )
 
-    def _recover(self) -> None:
-        """Undo a forward that did not end (an error, or an interrupt that no hook sees)."""
+    def undo_forward(self) -> None:
+        """Go back to before the forward under way, if there is one: after an error or an interrupt."""
         if self._before is not None:
             states, others = self._before
             vars(self).update(others)
@@ -293,7 +327,7 @@ class CallFollower(IndexedCache, Cache, SignalSink):
             self._watcher(ordinal, view)
         if self._recording is not None and self._records_attention:
             first = self.attention_layers[ordinal].get_seq_length() - view.hidden.shape[1]
-            self._recording.add_attention(ordinal, view, first, self._padding)
+            self._recording.add_attention(ordinal, view, first, self._tokens.padding)
 
     def mask_for(self, ordinal: int, mask: Any, query: Tensor, implementation: str) -> Any:
         if all(layer.kept_keys is None for layer in self.attention_layers):
@@ -301,7 +335,7 @@ class CallFollower(IndexedCache, Cache, SignalSink):
             return mask
         layer = self.attention_layers[ordinal]
         group = self.spec.num_attention_heads // self.spec.num_key_value_heads
-        return layer.attention_mask(query.shape[1], self._padding, implementation, query.dtype, group)
+        return layer.attention_mask(query.shape[1], self._tokens.padding, implementation, query.dtype, group)
 
     def select_entries(
         self, ordinal: int, indexer: Any, hidden: Tensor, angles: tuple[Tensor, Tensor]
@@ -319,8 +353,9 @@ class CallFollower(IndexedCache, Cache, SignalSink):
     def gdn_mask_for(self, mask: Any, device: torch.device) -> Any:
         return mask if self._late_pads is None else self._late_pads.to(device)
 
-    def begin_generate(self, model: Any, inputs: Tensor | None, arguments: dict[str, Any]) -> dict[str, Any]:
-        self._recover()
+    def begin_generate(self, model: Any, inputs: Tensor | None, arguments: dict[str, Any]) -> GenerateCall:
+        decoder = find_modules(model, self.spec).decoder
+        self._model.check(decoder)
         option = partial(generation_option, model, arguments)
         for name in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"):
             if option(name):
@@ -337,36 +372,41 @@ class CallFollower(IndexedCache, Cache, SignalSink):
         if option("use_cache") is False:
             raise ValueError("use_cache=False with a cache: leave one of them out.")
         ids = inputs if inputs is not None else arguments.get("input_ids")
-        mask, seen = arguments.get("attention_mask"), self.get_seq_length()
-        core = core_of(model, find_modules(model, self.spec).decoder)
+        mask, seen, core = arguments.get("attention_mask"), self._tokens.count, core_of(model, decoder)
         embeds = arguments.get("inputs_embeds")
-        embedded = embeds is not None
-        if core is not None and embedded and seen and arguments.get("position_ids") is None:
-            raise ValueError(
-                "A multimodal model goes on from a cache by input_ids; with inputs_embeds pass position_ids too."
-            )
         if embeds is not None and seen:
+            if core is not None and arguments.get("position_ids") is None:
+                raise ValueError(
+                    "A multimodal model goes on from a cache by input_ids; with inputs_embeds pass position_ids too."
+                )
             check_embeds(embeds.shape[1], seen, mask)
-        if ids is None or embedded or seen == 0:
-            return arguments
+        if ids is None or embeds is not None or seen == 0:
+            return GenerateCall(inputs, arguments)
+        if not isinstance(ids, Tensor) or ids.ndim != 2:
+            given = list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+            raise ValueError(f"input_ids must be a tensor [batch, tokens], got {given}.")
+        check_mask(mask, len(ids))
+        arguments = {name: value for name, value in arguments.items() if name != "input_ids"}
         arguments = without_restarting_chunks(model, arguments)
         if mask is not None and mask.shape[1] == seen + ids.shape[1]:
-            return self._with_positions(core, ids, arguments)
+            return GenerateCall(ids, self._with_positions(core, ids, arguments))
         if mask is not None and mask.shape[1] != ids.shape[1]:
             raise ValueError(
-                f"attention_mask covers {mask.shape[1]} tokens; the cache has seen {seen}, given {ids.shape[1]}: "
-                f"pass a mask of {ids.shape[1]} (all tokens given) or {seen + ids.shape[1]}."
+                f"attention_mask covers {mask.shape[1]} tokens; the cache has seen {seen}, given are {ids.shape[1]}: "
+                f"pass a mask of {ids.shape[1]} if they are all ids from the context's start, or of "
+                f"{seen + ids.shape[1]} if they are new."
             )
-        if not are_new(ids, self._ids, seen):
-            if core is not None:
-                arguments = without_seen_pictures(arguments, seen)
-            return self._with_positions(core, ids[:, seen:], arguments)
-        # `generate` takes the ids for new ones only if its mask covers everything seen as well.
-        late = mask if mask is not None else default_mask(model, ids, arguments)
-        early = torch.ones((len(ids), seen), dtype=late.dtype, device=late.device)
-        if self._padding is not None:
-            early = self._padding.to(late).repeat_interleave(self._repeats_for(len(ids)), dim=0)
-        return self._with_positions(core, ids, {**arguments, "attention_mask": torch.cat([early, late], dim=1)})
+        mask = default_mask(model, ids, arguments) if mask is None else mask
+        new = self._tokens.new_among(ids, mask)
+        if core is not None:
+            arguments = without_seen_pictures(arguments, ids.shape[1] - new)
+        laid = self._tokens.laid_out(ids, new)
+        if laid is not ids:
+            late = mask[:, mask.shape[1] - new :]
+            arguments = lengthened(arguments, laid.shape[1] - ids.shape[1])
+            arguments["attention_mask"] = torch.cat([self._tokens.mask(len(ids), late), late], dim=1)
+        arguments = self._with_positions(core, laid[:, seen:], arguments)
+        return GenerateCall(laid, arguments, given=None if laid is ids else ids)
 
     def _with_positions(self, core: Any, new: Tensor, arguments: dict[str, Any]) -> dict[str, Any]:
         """Arguments of a `generate` with positions, where a multimodal model would number them by its last document."""

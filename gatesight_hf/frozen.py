@@ -8,12 +8,15 @@ copies the states and moves the position on. A forward that fails therefore leav
 move the copies to where the states are computed: after an error within its programs the cache must be rewound.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ._compat import default_mask
 from .cache import GateSightCache
@@ -29,6 +32,7 @@ from .inputs import whole_padding
 from .layers import GateSightAttentionLayer, GDNStateLayer, LatentAttentionLayer, SlidingAttentionLayer
 from .multimodal import has_pictures
 from .scoring import Scorer
+from .signals import GenerateCall
 
 #: Layers that can be frozen.
 _FROZEN: dict[type, type[FrozenAttentionLayer]] = {
@@ -78,16 +82,18 @@ class FrozenCache(GateSightCache):
         self.layers = layers
         device = self._filled.device
         start = torch.tensor(self._lengths())
-        if self._rope_deltas is not None:
-            start = start + self._rope_deltas.cpu()
+        if self._tokens.rope_deltas is not None:
+            start = start + self._tokens.rope_deltas.cpu()
         #: Tokens seen when the cache was frozen, and the position that followed them, by row `[B]`.
         self._first_seen = self.get_seq_length()
         self._next = start.to(device) - self._filled
         #: Ids `[B, slots of the tail]`; None once embeddings were given.
         self._late_ids: Tensor | None = None
-        if self._ids is not None:
+        if self._tokens.ids is not None:
             slots = self.attention_layers[0].tail_length + max_new_tokens
             self._late_ids = at_one_address(torch.zeros((self.batch_size, slots), dtype=torch.long, device=device))
+        #: Whether a change of rows, which is made in place, failed half-way.
+        self._spoiled = False
         #: Tokens of the forward under way; None between forwards.
         self._length: int | None = None
 
@@ -121,11 +127,11 @@ class FrozenCache(GateSightCache):
 
     def rewind(self) -> None:
         """Go back to the parent's state, in the rows held now, at the same addresses: for the next question."""
-        self._recover()
         for layer in self.layers:
             layer.rewind()
-        self._ids = None if self._ids is None else self._ids[:, : self._first_seen]
-        self._padding = None if self._padding is None else self._padding[:, : self._first_seen]
+        tokens, seen = self._tokens, self._first_seen
+        ids, padding = (None if held is None else held[:, :seen] for held in (tokens.ids, tokens.padding))
+        self._tokens = replace(tokens, count=seen, ids=ids, padding=padding)
 
     def fork(self, **options: Any) -> "FrozenCache":
         """A frozen child with a copy of everything, which may go on otherwise.
@@ -150,7 +156,7 @@ class FrozenCache(GateSightCache):
         if self._length is None:
             super()._check_announced()
 
-    def begin_forward(self, model_inputs: dict[str, Any]) -> dict[str, Any]:
+    def begin_forward(self, decoder: nn.Module, model_inputs: dict[str, Any]) -> dict[str, Any]:
         coming, self._coming = self._coming, {}
         ids, embeds = model_inputs.get("input_ids"), model_inputs.get("inputs_embeds")
         new = ids if ids is not None else embeds
@@ -159,6 +165,7 @@ class FrozenCache(GateSightCache):
         ids = coming.get("input_ids") if ids is None else ids
         rows, length = new.shape[:2]
         if not values_are_unknown():
+            self._model.check(decoder)
             self._admit(rows, length, model_inputs.get("attention_mask"))
         elif rows != self.batch_size:
             raise ValueError(f"A compiled step of a cache with {self.batch_size} rows was given {rows}.")
@@ -179,13 +186,18 @@ class FrozenCache(GateSightCache):
 
     def _admit(self, rows: int, length: int, mask: Any) -> None:
         """Check a forward that is not compiled, and bring the rows to its number."""
-        self._recover()
+        if self._spoiled:
+            raise CacheStateError(
+                "Rows of this frozen cache were being changed when it failed: freeze its parent again."
+            )
+        self.undo_forward()
         self._catch_up()
         if length == 0:
             raise CacheStateError("No new tokens: append the question to the context, or pass it alone.")
         self._check_room(length, "tokens")
         repeats = self._repeats_for(rows)
         self._check_mask(mask, rows, length)
+        self._taken.clear()
         self._before = ([layer.snapshot() for layer in self.layers], self._own_state())
         if repeats > 1:
             self.batch_repeat_interleave(repeats)
@@ -194,11 +206,12 @@ class FrozenCache(GateSightCache):
         """Raises ValueError if a mask has pads among the coming tokens, or is not of the form that it must have."""
         if isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-1] == length):
             return  # made by `generate` of one that was checked, by `get_mask_sizes`
-        past = None if self._padding is None else self._padding.repeat_interleave(self._repeats_for(rows), dim=0)
+        past = self._tokens.padding
+        past = None if past is None else past.repeat_interleave(self._repeats_for(rows), dim=0)
         whole_padding(mask, past, rows, self.get_seq_length(), length)
 
     def _own_state(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("_padding", "_ids", "_rope_deltas", "_next", "_late_ids")}
+        return {name: getattr(self, name) for name in ("_tokens", "_next", "_late_ids")}
 
     def _check_room(self, length: int, what: str) -> None:
         if length > self.room:
@@ -209,27 +222,31 @@ class FrozenCache(GateSightCache):
 
     def _catch_up(self) -> None:
         """Bring ids and padding up to the tokens seen, which compiled steps have not done."""
-        seen = self.get_seq_length()
-        if self._late_ids is None:
-            self._ids = None
-        if self._ids is not None and self._late_ids is not None:
+        tokens, seen = self._tokens, self.get_seq_length()
+        ids, padding = tokens.ids, tokens.padding
+        if ids is not None and self._late_ids is not None:
             tail = self._frozen_layers[0].tail_length
-            new = self._late_ids[:, tail - (seen - self._ids.shape[1]) : tail]
-            self._ids = torch.cat([self._ids.to(new.device), new], dim=1)
-        if self._padding is not None:
-            self._padding = F.pad(self._padding, (0, seen - self._padding.shape[1]), value=True)
+            new = self._late_ids[:, tail - (seen - tokens.count) : tail]
+            ids = torch.cat([ids.to(new.device), new], dim=1)
+        if padding is not None:
+            padding = F.pad(padding, (0, seen - tokens.count), value=True)
+        self._tokens = replace(tokens, count=seen, ids=None if self._late_ids is None else ids, padding=padding)
 
-    def end_forward(self, completed: bool) -> None:
+    def end_forward(self) -> None:
         length, self._length = self._length, None
-        if not completed or length is None:
-            self._recover()
-            return
-        self._before = None
+        assert length is not None
+        if not values_are_unknown():
+            self._check_taken()
         for layer in self._frozen_layers:
             layer.commit(length)
         for state in self.gdn_layers:
             assert isinstance(state, FrozenStateLayer)
             state.commit()
+        self._before = None
+
+    def undo_forward(self) -> None:
+        self._length = None
+        super().undo_forward()
 
     def mask_for(self, ordinal: int, mask: Any, query: Tensor, implementation: str) -> Any:
         group = self.spec.num_attention_heads // self.spec.num_key_value_heads
@@ -247,23 +264,35 @@ class FrozenCache(GateSightCache):
         start = self._next.repeat_interleave(rows // self.batch_size).unsqueeze(1) + self._filled
         return (start + torch.arange(length, device=start.device)).to(new.device).expand(3, -1, -1)
 
-    def begin_generate(self, model: Any, inputs: Tensor | None, arguments: dict[str, Any]) -> dict[str, Any]:
-        self._recover()
+    def begin_generate(self, model: Any, inputs: Tensor | None, arguments: dict[str, Any]) -> GenerateCall:
         self._catch_up()
-        completed = super().begin_generate(model, inputs, arguments)
-        ids = arguments.get("input_ids") if inputs is None else inputs
-        if ids is None or arguments.get("inputs_embeds") is not None:
-            return completed
+        call = super().begin_generate(model, inputs, arguments)
+        ids = call.inputs
+        if ids is None or call.arguments.get("inputs_embeds") is not None:
+            return call
         # `generate` turns the mask into one of queries and slots, in which forwards cannot see pads.
-        mask = completed.get("attention_mask")
-        mask = default_mask(model, ids, arguments) if mask is None else mask
+        mask = call.arguments.get("attention_mask")
+        mask = default_mask(model, ids, call.arguments) if mask is None else mask
         length = ids.shape[1] - (self.get_seq_length() if mask.shape[1] == ids.shape[1] else 0)
         self._check_mask(mask, len(ids), length)
         answer = _answer_tokens(model, arguments)
         if answer is not None:
             # The last token of an answer is not fed back.
             self._check_room(length + answer - 1, "tokens of question and answer")
-        return completed
+        return call
+
+    def _note_taken(self, layer_idx: int) -> None:
+        if not values_are_unknown():
+            super()._note_taken(layer_idx)
+
+    @contextmanager
+    def _changing_rows(self, rows: Tensor) -> Iterator[None]:
+        try:
+            with super()._changing_rows(rows):
+                yield
+        except BaseException:
+            self._spoiled = True
+            raise
 
     def _follow_rows(self, rows: Tensor) -> None:
         super()._follow_rows(rows)

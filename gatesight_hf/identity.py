@@ -3,12 +3,13 @@
 import hashlib
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from .errors import CacheStateError, SessionMismatchError
 from .hybrid import HybridSpec, find_modules
 
 #: Tokenized to tell tokenizers of one vocabulary apart: case, numbers, spaces, accents, other scripts, special tokens.
@@ -101,11 +102,68 @@ class Identity:
         return None
 
 
-class ModelReference(weakref.ref[Any]):
-    """The model of a cache. Copies of the cache do not copy it, and pickles forget it."""
+class ModelReference:
+    """The one model object that a cache belongs to, held weakly, with any wrapper around its decoder.
+
+    Copies of the cache belong to the same object. Pickles do not hold it, but remember which model it was.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = weakref.ref(model)
+        self._decoder = weakref.ref(find_modules(model, HybridSpec.from_config(model.config)).decoder)
+        self._pickled: dict[str, str] | None = None
+
+    def existing(self) -> Any:
+        """The model.
+
+        Raises:
+            CacheStateError: It is gone, or the cache was pickled.
+        """
+        return self._existing(self._model)
+
+    @property
+    def decoder(self) -> nn.Module:
+        """Of the model; errors as in `existing`."""
+        return self._existing(self._decoder)
+
+    def _existing(self, reference: Callable[[], Any]) -> Any:
+        held = reference()
+        if held is None:
+            lost = "was pickled, which leaves its model out" if self._pickled else "has lost its model object"
+            raise CacheStateError(f"This cache {lost}: call cache.tie(model) with the model that it was made for.")
+        return held
+
+    def check(self, decoder: nn.Module) -> None:
+        """Raise an error unless `decoder` is the model's.
+
+        Raises:
+            CacheStateError: It is that of another model object, or see `decoder`.
+        """
+        if decoder is not self.decoder:
+            raise CacheStateError(
+                "This cache belongs to another model object: its entries and states are of no use to this one. Make a "
+                "cache for this model; if it is the same model, loaded or copied again, call cache.tie(model) first."
+            )
+
+    def check_same(self, model: Any) -> None:
+        """Raise an error unless another object is of the same model, as far as that is known.
+
+        Raises:
+            SessionMismatchError: Another layout, dtype or other weights.
+        """
+        own = self._model()
+        known = self._pickled if own is None else model_identity(own)
+        for name, text in model_identity(model).items():
+            if known is not None and known[name] != text:
+                raise SessionMismatchError(f"The cache is of another model: its {name} is {known[name]}, not {text}.")
 
     def __deepcopy__(self, memo: Any) -> "ModelReference":
         return self
 
-    def __reduce__(self) -> Any:
-        return type, (None,)  # NoneType, which gives None when called, as the reference to a model that is gone
+    def __getstate__(self) -> dict[str, Any]:
+        own = self._model()
+        return {"_pickled": self._pickled if own is None else model_identity(own)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._model = self._decoder = lambda: None  # type: ignore[assignment]
+        self._pickled = state["_pickled"]

@@ -1,16 +1,14 @@
-"""What a call gives a cache that has already seen tokens: which ids are new, and which slots are padding."""
+"""What a call gives a cache: which slots are padding, and whether each row is one sequence that goes on."""
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .errors import CacheStateError
 
 #: Arguments by which trainers tell kernels where packed sequences begin.
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
-#: An input that shares at least this many first tokens with the context, and half of them all, was meant to repeat it.
-MEANT_TO_REPEAT = 8
 
 
 def repeats_of(held: int, rows: int) -> int:
@@ -27,42 +25,17 @@ def repeats_of(held: int, rows: int) -> int:
     return rows // held
 
 
-def are_new(ids: Tensor, known: Tensor | None, seen: int) -> bool:
-    """Whether ids are new tokens (True) or everything from the context's start (False), by comparing them.
-
-    Args:
-        ids: `[B', T']`, with B' a multiple of the held rows.
-        known: Ids of everything seen `[B, seen]`, or None if some came as embeddings.
-        seen: Tokens the cache has seen, the context and everything after it.
-
-    Raises:
-        CacheStateError: They stop inside what the cache has seen, or leave it half-way.
-    """
-    if known is None:
-        raise CacheStateError(
-            "The context was prefilled from embeddings, so that its ids are unknown: pass an attention_mask over all "
-            f"{seen} seen tokens and the new ones."
+def check_mask(mask: Any, rows: int) -> None:
+    """Raises ValueError unless `mask` is None or a mask `[rows, tokens]`."""
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        given = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"GateSightCache needs the 2-D attention mask [batch, tokens], not a prepared mask: got {given}."
         )
-    length = min(ids.shape[1], seen)
-    repeated = known[:, :length].repeat_interleave(repeats_of(len(known), len(ids)), dim=0)
-    same = (ids[:, :length].to(known.device) == repeated).all(0)
-    if bool(same.all()):
-        if ids.shape[1] > seen:
-            return False
-        raise CacheStateError(
-            f"The input has {ids.shape[1]} tokens and starts as the {seen} that this cache has seen: a session cannot "
-            "go back to a shorter prefix. Append the question to all text seen so far, pass the question alone, or "
-            "fork the parent again."
-        )
-    common = int(same.int().argmin())
-    if common >= max(MEANT_TO_REPEAT, length // 2):
-        raise CacheStateError(
-            f"The input equals what this cache has seen in its first {common} tokens and differs after that. For "
-            "another question on the same context, fork the parent again. If the input should repeat it, tokenize "
-            "context and question apart and concatenate the ids; if it is new text, pass an attention_mask of "
-            f"{seen + ids.shape[1]} tokens."
-        )
-    return True
+    if len(mask) != rows:
+        raise ValueError(f"attention_mask has {len(mask)} rows for an input of {rows}.")
 
 
 def whole_padding(mask: Any, past: Tensor | None, rows: int, seen: int, length: int) -> Tensor | None:
@@ -81,8 +54,7 @@ def whole_padding(mask: Any, past: Tensor | None, rows: int, seen: int, length: 
     Raises:
         ValueError: A mask of another form or length, one that disagrees with the past, or a pad after a token.
     """
-    if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
-        raise ValueError("GateSightCache needs the 2-D attention mask [batch, tokens], not a prepared mask.")
+    check_mask(mask, rows)
     if mask is not None and mask.shape[1] not in (length, seen + length):
         raise ValueError(
             f"attention_mask covers {mask.shape[1]} tokens; expected {seen + length} (all seen and the new ones) or "
@@ -151,6 +123,12 @@ def check_one_sequence(inputs: dict[str, Any], padding: Tensor | None, seen: int
     positions = inputs.get("position_ids")
     if positions is None:
         return
+    new = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
+    rows, length = new.shape[:2]
+    shape = list(positions.shape) if isinstance(positions, Tensor) else []
+    if len(shape) not in (2, 3) or shape[-1] != length or shape[-2] not in (1, rows):
+        given: Any = shape if isinstance(positions, Tensor) else type(positions).__name__
+        raise ValueError(f"position_ids must be [{rows}, {length}], or [axes, {rows}, {length}], got {given}.")
     plain = positions.ndim == 2
     of_text = positions if plain else positions[0]
     rises = of_text.diff(dim=-1) >= int(plain)
@@ -166,4 +144,15 @@ def check_one_sequence(inputs: dict[str, Any], padding: Tensor | None, seen: int
             "position_ids go back or stand still. Within an input that means packed sequences, which share GDN states, "
             "or pads without an attention_mask: pass sequences as left-padded rows with their mask. At its start it "
             "means positions of the entries held: they go on from the tokens seen, which is the default."
+        )
+
+
+def check_no_checkpointing(decoder: nn.Module) -> None:
+    """Raises CacheStateError if gradient checkpointing will take the cache away from the decoder's layers."""
+    if not (decoder.training and torch.is_grad_enabled()):
+        return
+    if any(getattr(module, "gradient_checkpointing", False) for module in decoder.modules()):
+        raise CacheStateError(
+            "Gradient checkpointing takes the cache away from layers in training mode: call model.eval(), or "
+            "model.gradient_checkpointing_disable()."
         )

@@ -187,6 +187,11 @@ class Recording:
             return []
         return [[gates / max(tokens, 1) for gates, tokens in row] for row in torch.stack(sums, dim=1).tolist()]
 
+    def lengths(self, needs: Needs) -> set[int]:
+        """Tokens recorded of each layer, of what is recorded token by token: one number where none is missing."""
+        recorded = [*(self._signals if needs.signals else ()), *(self._hidden if needs.hidden else ())]
+        return {sum(chunk.shape[1] for chunk in chunks) for chunks in recorded}
+
     def has_gates_of(self, lengths: list[int]) -> bool:
         """Whether the output gates of all tokens were recorded, whose numbers by row these are."""
         return all(total is not None and total[:, 1].tolist() == lengths for total in self._gate_sums)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._compat import cache_argument
+from ._compat import CACHE_ARGUMENTS, cache_argument
 from .cache import GateSightCache
 from .estimator import Estimator
 from .report import CacheReport
@@ -23,13 +23,23 @@ def prefill(model: Any, ids: Tensor, cache: GateSightCache, chunk_size: int | No
         chunk_size: Tokens per forward; None runs one.
 
     Raises:
-        ValueError: A chunk size below 1.
+        ValueError: The chunk size is no whole number of 1 or more.
     """
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"prefill_chunk_size is a number of tokens >= 1 or None, got {chunk_size}.")
+    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
+        raise ValueError(f"prefill_chunk_size must be a whole number of 1 or more tokens, or None, got {chunk_size!r}.")
     with torch.no_grad():
         for chunk in ids.split(chunk_size or ids.shape[1], dim=1):
             model(chunk, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
+
+
+#: What `ask` gives to `generate` itself.
+_OWN = frozenset({*CACHE_ARGUMENTS, "inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids"})
+
+
+def _check_text(text: str, name: str) -> None:
+    """Raises TypeError unless it is a string."""
+    if not isinstance(text, str):
+        raise TypeError(f"{name} must be one string, got {type(text).__name__}; a session holds one document.")
 
 
 def _scorer(
@@ -91,8 +101,10 @@ class Session:
             revision, token, cache_dir, local_files_only: See `Estimator.from_pretrained`.
 
         Raises:
+            TypeError: The text is no string.
             OSError, ValueError: The document has no tokens, or see `GateSightCache.from_pretrained`.
         """
+        _check_text(text, "text")
         scorer = _scorer(estimator, revision, token, cache_dir, local_files_only)
         cache = GateSightCache(
             scorer,
@@ -114,7 +126,8 @@ class Session:
         """Append a text to what all later questions see. If this fails, the session is as before.
 
         Raises:
-            ValueError: The text has no tokens.
+            TypeError: The text is no string.
+            ValueError: It has no tokens.
         """
         ids, cache = self._ids(text, "text"), self.cache.fork()
         prefill(self.model, ids, cache, prefill_chunk_size)
@@ -130,11 +143,17 @@ class Session:
             max_new_tokens: Of the answer.
             keep: Whether question and answer become part of the session, for a conversation. If this fails, the session
                 is as before.
-            generate_options: See `generate` of the model.
+            generate_options: See `generate` of the model; nothing that stands for the question itself.
 
         Raises:
+            TypeError: The question is no string, or an option stands for it.
             ValueError: The question has no tokens, or options that give several sequences.
         """
+        if given := sorted(_OWN.intersection(generate_options)):
+            raise TypeError(
+                f"ask() makes {given[0]} of the question by itself: leave it out, or call generate of the model with "
+                "session.cache.fork()."
+            )
         ids, cache = self._ids(question, "question"), self.cache.fork()
         seen = cache.get_seq_length()
         output = self.model.generate(
@@ -195,6 +214,7 @@ class Session:
         return self.cache.report()
 
     def _ids(self, text: str, kind: str) -> Tensor:
+        _check_text(text, kind)
         ids = self.tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids.to(self.model.device)
         if ids.shape[1] == 0:
             raise ValueError(f"The {kind} has no tokens.")

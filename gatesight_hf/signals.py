@@ -36,7 +36,7 @@ class SignalSink(ABC):
         """Whether views of the attention layers of the current forward are to be recorded."""
 
     @abstractmethod
-    def begin_forward(self, model_inputs: dict[str, Any]) -> dict[str, Any]:
+    def begin_forward(self, decoder: nn.Module, model_inputs: dict[str, Any]) -> dict[str, Any]:
         """Called before the decoder runs; returns its keyword arguments, completed."""
 
     @abstractmethod
@@ -48,8 +48,12 @@ class SignalSink(ABC):
         """Called after it ran, or failed."""
 
     @abstractmethod
-    def end_forward(self, completed: bool) -> None:
-        """Called after the decoder ran, or failed."""
+    def end_forward(self) -> None:
+        """Called after the decoder ran."""
+
+    @abstractmethod
+    def undo_forward(self) -> None:
+        """Called in place of `end_forward`, or after it, if anything between failed or was interrupted."""
 
     @abstractmethod
     def convolution_context(self, gdn: int) -> Tensor | None:
@@ -88,8 +92,8 @@ class SignalSink(ABC):
         """The padding mask of the current tokens that GDN layers on `device` must use in place of `mask`."""
 
     @abstractmethod
-    def begin_generate(self, model: Any, inputs: Tensor | None, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Called before `generate`; returns its keyword arguments, completed."""
+    def begin_generate(self, model: Any, inputs: Tensor | None, arguments: dict[str, Any]) -> "GenerateCall":
+        """Called before `generate` of `model` with `inputs` and keyword arguments; returns what it is to be given."""
 
     @abstractmethod
     def end_prefill(self) -> None:
@@ -98,6 +102,33 @@ class SignalSink(ABC):
     @abstractmethod
     def end_generate(self) -> None:
         """Called when `generate` has returned."""
+
+
+@dataclass(frozen=True)
+class GenerateCall:
+    """What `generate` is given.
+
+    Attributes:
+        inputs: Its first argument.
+        arguments: By keyword.
+        given: `[B, T]`, the ids of the caller, if `inputs` are other ones that stand for them.
+    """
+
+    inputs: Tensor | None
+    arguments: dict[str, Any]
+    given: Tensor | None = None
+
+    def as_given(self, output: Any) -> Any:
+        """What `generate` returned, with sequences that begin as the caller's ids do."""
+        if self.given is None or self.inputs is None:
+            return output
+        sequences = getattr(output, "sequences", output)
+        begun = self.given.repeat_interleave(len(sequences) // len(self.given), dim=0)
+        whole = torch.cat([begun, sequences[:, self.inputs.shape[1] :]], dim=1)
+        if sequences is output:
+            return whole
+        output.sequences = whole
+        return output
 
 
 @dataclass
@@ -116,6 +147,11 @@ class _Calls(threading.local):
 
     def __init__(self) -> None:
         self.by_key: dict[tuple[int, str, int], _Call] = {}
+
+    def forget(self, hooks: int) -> None:
+        """Drop those of one set of hooks."""
+        for key in [key for key in self.by_key if key[0] == hooks]:
+            del self.by_key[key]
 
 
 _calls = _Calls()
@@ -137,39 +173,39 @@ def _rename_cache(native: str, model: nn.Module, args: Any, kwargs: dict[str, An
     return None
 
 
-def _before_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+def _by_name(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    if len(args) > 1:
+        raise ValueError("Pass attention_mask and further arguments of the decoder by name.")
+    return {**kwargs, "input_ids": args[0]} if args else kwargs
+
+
+def _decode(decoder: nn.Module, before: Any, hooks: int, *args: Any, **kwargs: Any) -> Any:
+    """The forward of the decoder, which a GateSight cache follows, or takes back whatever ends it, Ctrl-C too."""
+    forward = before if before is not None else MethodType(type(decoder).forward, decoder)
     sink = cache_of_call(kwargs)
     if not isinstance(sink, SignalSink):
-        return None
-    if args:
-        kwargs = {**kwargs, "input_ids": args[0]}
-        if len(args) > 1:
-            raise ValueError("Pass attention_mask and further arguments of the decoder by name.")
-    return (), sink.begin_forward(kwargs)
+        return forward(*args, **kwargs)
+    try:
+        output = forward(**sink.begin_forward(decoder, _by_name(args, kwargs)))
+        sink.end_forward()
+    except BaseException:
+        # What layers have left that did not get to their end would keep the cache alive.
+        _calls.forget(hooks)
+        sink.undo_forward()
+        raise
+    return output
 
 
-def _before_core(core: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+def _join(core: nn.Module, before: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a model that joins a vision tower to the decoder."""
+    forward = before if before is not None else MethodType(type(core).forward, core)
     sink = cache_of_call(kwargs)
     if not isinstance(sink, SignalSink):
-        return None
-    if args:
-        kwargs = {**kwargs, "input_ids": args[0]}
-        if len(args) > 1:
-            raise ValueError("Pass attention_mask and further arguments of the model by name.")
-    return (), sink.begin_multimodal(core, kwargs)
-
-
-def _after_core(core: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    sink = cache_of_call(kwargs)
-    if isinstance(sink, SignalSink):
+        return forward(*args, **kwargs)
+    try:
+        return forward(**sink.begin_multimodal(core, _by_name(args, kwargs)))
+    finally:
         sink.end_multimodal()
-
-
-def _after_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    sink = cache_of_call(kwargs)
-    if isinstance(sink, SignalSink):
-        # An always-called hook gets None as the output of a forward that raised.
-        sink.end_forward(completed=output is not None)
 
 
 def _before_gdn(key: tuple[int, str, int], layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -255,10 +291,10 @@ def _generate(model: Any, before: Any, inputs: Tensor | None = None, *args: Any,
     if not isinstance(cache, SignalSink):
         return generate(inputs, *args, **kwargs)
     kwargs = {k: v for k, v in kwargs.items() if k not in CACHE_ARGUMENTS}
-    completed = cache.begin_generate(model, inputs, kwargs)
-    output = generate(inputs, *args, **completed, **{cache_argument(model): cache})
+    call = cache.begin_generate(model, inputs, kwargs)
+    output = generate(call.inputs, *args, **call.arguments, **{cache_argument(model): cache})
     cache.end_generate()
-    return output
+    return call.as_given(output)
 
 
 def _prefill(model: Any, before: Any, ids: Tensor, config: Any, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:
@@ -291,8 +327,7 @@ class SignalHooks:
         self._places: list[tuple[Any, str, Any]] = []
         self._decoder: Any = modules.decoder
         add = self._handles.append
-        add(modules.decoder.register_forward_pre_hook(_before_decoder, with_kwargs=True))
-        add(modules.decoder.register_forward_hook(_after_decoder, with_kwargs=True, always_call=True))
+        self._replace(modules.decoder, "forward", _decode, id(self))
         for i, gdn in enumerate(modules.gdn):
             key = (id(self), "gdn", i)
             add(gdn.register_forward_pre_hook(partial(_before_gdn, key), with_kwargs=True))
@@ -322,8 +357,11 @@ class SignalHooks:
 
     @property
     def in_place(self) -> bool:
-        """False once a hooked projection was exchanged, for example for one with an adapter or quantised weights."""
-        return all(getattr(layer, name) is part for layer, name, part in self._places)
+        """False once something hooked was exchanged, for example for a projection with an adapter or quantised weights."""
+        forward = vars(self._decoder).get("forward")
+        while forward is not None and getattr(forward, "func", None) is not _decode:
+            forward = getattr(forward, "__wrapped__", None)  # accelerate puts its own around it
+        return forward is not None and all(getattr(layer, name) is part for layer, name, part in self._places)
 
     def cover(self, model: Any) -> None:
         """Let `generate` and the forward of a model around the decoder know the cache; once per model."""
@@ -332,8 +370,7 @@ class SignalHooks:
         core = core_of(model, self._decoder)
         if core is not None and not any(covered is core for covered in self._cores):
             self._cores.append(core)
-            self._handles.append(core.register_forward_pre_hook(_before_core, with_kwargs=True))
-            self._handles.append(core.register_forward_hook(_after_core, with_kwargs=True, always_call=True))
+            self._replace(core, "forward", _join)
         for module in model.modules():
             # A wrapper hands its arguments on to the model inside.
             inside = hasattr(type(module), "_prefill") and not any(covered is module for covered in self.covered)
@@ -355,11 +392,13 @@ class SignalHooks:
         for handle in self._handles:
             handle.remove()
         for module, name, method in self._replaced:
-            ours = vars(module).get(name)
-            if getattr(ours, "func", None) is method:
+            own, moved = vars(module).get(name), vars(module).get(f"_old_{name}")
+            if getattr(own, "func", None) is method:
                 delattr(module, name)
-                if ours.args[1] is not None:
-                    setattr(module, name, ours.args[1])
+                if own.args[1] is not None:
+                    setattr(module, name, own.args[1])
+            elif getattr(moved, "func", None) is method:  # accelerate's hook came later, and calls it
+                setattr(module, f"_old_{name}", moved.args[1] or MethodType(getattr(type(module), name), module))
         if vars(self._decoder).get("_gatesight_hooks") is self:
             del self._decoder._gatesight_hooks
         self._handles, self.covered, self._cores, self._replaced, self._places = [], [], [], [], []

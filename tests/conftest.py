@@ -255,16 +255,29 @@ def forward(model: Any, ids: Tensor, cache: Any, **arguments: Any) -> Tensor:
     return model(input_ids=ids, **cache_kwargs(model, cache), **arguments).logits
 
 
-def steps(model: Any, ids: Tensor, cache: Any, tokens: int = 4, **arguments: Any) -> tuple[Tensor, Tensor]:
-    """New tokens `[B, tokens]`, greedy unless told otherwise, and the logits they came from `[B, tokens, vocab]`."""
+def as_new(ids: Tensor, cache: GateSightCache) -> dict[str, Tensor]:
+    """Arguments of a `generate` that say that `ids` are new text."""
+    rows = cache._tokens.mask(len(ids), ids)
+    return {"attention_mask": torch.cat([rows, torch.ones_like(ids)], 1)}
+
+
+def steps(
+    model: Any, ids: Tensor, cache: Any, tokens: int = 4, new: bool = False, **arguments: Any
+) -> tuple[Tensor, Tensor]:
+    """New tokens `[B, tokens]`, greedy unless told otherwise, and the logits they came from `[B, tokens, vocab]`.
+
+    Ids are all ids from the context's start, or, if `new`, text after everything seen.
+    """
+    arguments |= as_new(ids, cache) if new else {}
     options = {"max_new_tokens": tokens, "do_sample": False, **arguments}
     options |= {"return_dict_in_generate": True, "output_logits": True}
     output = model.generate(ids, **cache_kwargs(model, cache), **options)
     return output.sequences[:, -tokens:], torch.stack(output.logits, dim=1)
 
 
-def generate(model: Any, ids: Tensor, cache: Any, tokens: int = 4, **arguments: Any) -> Tensor:
-    """New tokens only `[B, tokens]`."""
+def generate(model: Any, ids: Tensor, cache: Any, tokens: int = 4, new: bool = False, **arguments: Any) -> Tensor:
+    """New tokens only `[B, tokens]`; see `steps`."""
+    arguments |= as_new(ids, cache) if new else {}
     options = {"max_new_tokens": tokens, "do_sample": False, **arguments}
     return model.generate(ids, **cache_kwargs(model, cache), **options)[:, -tokens:]
 

@@ -119,7 +119,7 @@ class Talk:
         self.note(ids, forward(self.model, ids, self.cache))
 
     def ask(self, ids: Tensor, tokens: int = 4) -> None:
-        found, logits = steps(self.model, ids, self.cache, tokens)
+        found, logits = steps(self.model, ids, self.cache, tokens, new=True)
         self.note(torch.cat([ids, found[:, :-1]], 1), logits)
 
     def fork(self) -> "Talk":

@@ -94,7 +94,7 @@ def test_every_layer_stays_on_its_own_device(dense: Any, first: int, rows: int) 
     expected = compacted(dense, ids, [20, 23], mask, kept_fraction=0.3)
     given = padded(whole, 6)
     logits = forward(dense, QUESTION.expand(rows, -1), expected.fork(), **given)
-    tokens = generate(dense, QUESTION.expand(rows, -1), expected.fork(), num_beams=2)
+    tokens = generate(dense, QUESTION.expand(rows, -1), expected.fork(), new=True, num_beams=2)
     model = spread(tiny_model(), first)
     with SecondDevice():
         cache = compacted(model, ids, [20, 23], mask, kept_fraction=0.3)
@@ -106,7 +106,7 @@ def test_every_layer_stays_on_its_own_device(dense: Any, first: int, rows: int) 
             held = [*named, *(state for of_kind in states for state in of_kind)]
             assert held and {t.device for t in held} == {ELSEWHERE if i >= first else HERE}
         assert cache.report().kept_per_layer == expected.report().kept_per_layer
-        assert torch.equal(generate(model, QUESTION.expand(rows, -1), cache, num_beams=2), tokens)
+        assert torch.equal(generate(model, QUESTION.expand(rows, -1), cache, new=True, num_beams=2), tokens)
 
 
 #: Single steps: a forward of several tokens dispatches a thousand operations.

@@ -114,7 +114,7 @@ def test_it_answers_as_a_fork_and_as_the_oracle(dense, attention, parent, oracle
         tokens, found = steps(dense, ids, FrozenCache(parent, ROOM), 8)
         assert torch.equal(tokens, expected)
         assert_same(found, logits)
-    tokens, found = steps(dense, question, parent.fork(), 8)
+    tokens, found = steps(dense, question, parent.fork(), 8, new=True)
     assert torch.equal(tokens, expected)
     assert_same(found, logits)
 
@@ -127,15 +127,17 @@ def test_ragged_rows_and_ragged_heads(dense, attention, allocation):
     cache = compacted(dense, ids, mask=mask, kept_fraction=0.3, allocation=allocation)
     question = random_ids(5, rows=2, seed=3)
     given = {"attention_mask": F.pad(mask, (0, 5), value=1)}
-    expected, logits = steps(dense, question, cache.fork(), 6, **given)
+    expected, logits = steps(dense, question, cache.fork(), 6, new=True, **given)
     frozen = FrozenCache(cache, ROOM)
-    tokens, found = steps(dense, question, frozen, 6, **given)
+    tokens, found = steps(dense, question, frozen, 6, new=True, **given)
     assert torch.equal(tokens, expected)
     assert_same(found, logits)
     assert frozen.report().to_dict()["physical_lengths"] == [n + 10 for n in cache.report().physical_lengths]
     for i, row in enumerate(rows):
         alone = compacted(dense, row, kept_fraction=0.3, allocation=allocation)
-        assert torch.equal(generate(dense, question[i : i + 1], FrozenCache(alone, ROOM), 6), expected[i : i + 1])
+        assert torch.equal(
+            generate(dense, question[i : i + 1], FrozenCache(alone, ROOM), 6, new=True), expected[i : i + 1]
+        )
 
 
 @pytest.mark.core
@@ -144,8 +146,8 @@ def test_families(family):
     model = tiny_model(family)
     cache = compacted(model, CONTEXT, kept_fraction=0.3)
     for question in QUESTIONS[:2]:
-        expected, logits = steps(model, question, cache.fork(), 5)
-        tokens, found = steps(model, question, FrozenCache(cache, ROOM), 5)
+        expected, logits = steps(model, question, cache.fork(), 5, new=True)
+        tokens, found = steps(model, question, FrozenCache(cache, ROOM), 5, new=True)
         assert torch.equal(tokens, expected)
         assert_same(found, logits)
 
@@ -183,7 +185,7 @@ def test_one_cache_answers_a_batch_and_samples(dense, parent):
     drawn = []
     for cache in (FrozenCache(parent, ROOM), parent.fork()):
         torch.manual_seed(5)
-        drawn.append(generate(dense, QUESTIONS[0], cache, 6, do_sample=True, num_return_sequences=3))
+        drawn.append(generate(dense, QUESTIONS[0], cache, 6, new=True, do_sample=True, num_return_sequences=3))
     assert torch.equal(*drawn)
 
 
@@ -220,16 +222,16 @@ def test_rows_that_change_places_rewind_to_their_own_state(dense):
 @pytest.mark.core
 def test_forks_copy_and_the_parent_stays(dense, parent):
     before = [t.clone() for layer in parent.attention_layers for t in (layer.kept_keys, layer.kept_values)]
-    expected = [generate(dense, question, parent.fork()) for question in QUESTIONS]
+    expected = [generate(dense, question, parent.fork(), new=True) for question in QUESTIONS]
     frozen = FrozenCache(parent, ROOM)
     forward(dense, QUESTIONS[0][:, :3], frozen)
     child = frozen.fork()
     mine, theirs = ({p: name for name, (p, *_) in places(c).items()} for c in (child, frozen))
     assert {mine[place].split(".")[1] for place in mine.keys() & theirs.keys()} == {"kept_positions"}
     forward(dense, QUESTIONS[2], frozen)
-    assert torch.equal(generate(dense, QUESTIONS[0][:, 3:], child), expected[0])
+    assert torch.equal(generate(dense, QUESTIONS[0][:, 3:], child, new=True), expected[0])
     child.rewind()
-    assert torch.equal(generate(dense, QUESTIONS[2], child), expected[2])
+    assert torch.equal(generate(dense, QUESTIONS[2], child, new=True), expected[2])
     assert [torch.equal(a, b) for a, b in zip(
         before, [t for layer in parent.attention_layers for t in (layer.kept_keys, layer.kept_values)], strict=True
     )] == [True] * 4  # fmt: skip
@@ -308,7 +310,7 @@ def test_ragged_rows_compiled_with_aot(compilable, compiler):
     said = torch.cat([question, expected[:, :-1].argmax(-1)], 1)
     assert torch.equal(frozen._late_ids[:, 6:15], said[:, 5:])
     frozen._catch_up()
-    assert frozen._ids.shape[1] == frozen._padding.shape[1] == 58
+    assert frozen._tokens.ids.shape[1] == frozen._tokens.padding.shape[1] == 58
 
 
 def test_generate_compiles_by_its_own_rule(compilable, compiler):
@@ -316,7 +318,7 @@ def test_generate_compiles_by_its_own_rule(compilable, compiler):
     config._compile_all_devices = True
     cache = compacted(compilable, CONTEXT, kept_fraction=0.3)
     question = QUESTIONS[0]
-    expected = generate(compilable, question, cache.fork(), 8)
+    expected = generate(compilable, question, cache.fork(), 8, new=True)
     assert graphs() == 0
     frozen = FrozenCache(cache, ROOM)
     assert torch.equal(generate(compilable, full(question), frozen, 8, compile_config=config), expected)
@@ -324,12 +326,12 @@ def test_generate_compiles_by_its_own_rule(compilable, compiler):
     assert (frozen.get_seq_length(), frozen.room) == (43 + 6 + 7, ROOM - 13)
     again = torch.cat([full(question), expected, random_ids(2, seed=8)], 1)
     fork = cache.fork()
-    generate(compilable, question, fork, 8)
+    generate(compilable, question, fork, 8, new=True)
     assert torch.equal(generate(compilable, again, frozen, 8, compile_config=config),
                        generate(compilable, again, fork, 8))  # fmt: skip
     assert graphs() == 1
     # A cache that is not frozen is not compiled.
-    assert torch.equal(generate(compilable, question, cache.fork(), 8, compile_config=config), expected)
+    assert torch.equal(generate(compilable, question, cache.fork(), 8, new=True, compile_config=config), expected)
     assert graphs() == 1
 
 
@@ -384,11 +386,13 @@ def test_too_little_room_is_refused_before_anything_runs(dense, parent):
     with pytest.raises(CacheStateError, match=r"10 more tokens do not fit .* room for 9 .* larger number"):
         forward(dense, random_ids(10), frozen)
     with pytest.raises(CacheStateError, match="10 more tokens of question and answer"):
-        generate(dense, QUESTIONS[0], frozen, 5)
+        generate(dense, QUESTIONS[0], frozen, 5, new=True)
     with pytest.raises(CacheStateError, match="10 more tokens of question and answer"):
         generate(dense, full(QUESTIONS[0]), frozen, 5)
     assert frozen.get_seq_length() == 43
-    assert torch.equal(generate(dense, QUESTIONS[0], frozen, 4), generate(dense, QUESTIONS[0], parent.fork(), 4))
+    assert torch.equal(
+        generate(dense, QUESTIONS[0], frozen, 4, new=True), generate(dense, QUESTIONS[0], parent.fork(), 4, new=True)
+    )
     assert frozen.room == 0
     with pytest.raises(CacheStateError, match="rewind"):
         forward(dense, random_ids(1), frozen)
@@ -437,4 +441,6 @@ def test_what_a_frozen_cache_does_not_do_says_so(dense, parent, tmp_path):
     with pytest.raises(ValueError, match="sdpa"):
         forward(dense, QUESTIONS[0], frozen, attention_mask=torch.ones(1, 49))
     dense.config._attn_implementation = "sdpa"
-    assert torch.equal(generate(dense, QUESTIONS[0], frozen), generate(dense, QUESTIONS[0], parent.fork()))
+    assert torch.equal(
+        generate(dense, QUESTIONS[0], frozen, new=True), generate(dense, QUESTIONS[0], parent.fork(), new=True)
+    )

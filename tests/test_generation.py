@@ -265,7 +265,7 @@ def test_turns_of_different_modes_on_one_cache(dense: Any, plain: Any, parent: G
             torch.manual_seed(turn)
             expected = oracle.generate(said, do_sample=options.get("do_sample", False))
             torch.manual_seed(turn)
-            answer = generate(dense, said if form == "all ids" else new, parent, **options)
+            answer = generate(dense, said if form == "all ids" else new, parent, new=form == "new ids", **options)
             assert torch.equal(answer, expected)
             said = torch.cat([said, answer], 1)
 
@@ -273,7 +273,7 @@ def test_turns_of_different_modes_on_one_cache(dense: Any, plain: Any, parent: G
 def test_a_cache_of_beams_says_that_it_cannot_go_on(dense: Any, parent: GateSightCache) -> None:
     child = parent.fork()
     generate(dense, FULL, child, num_beams=3)
-    for act in (lambda: generate(dense, QUESTION, child), lambda: forward(dense, QUESTION, child)):
+    for act in (lambda: generate(dense, QUESTION, child, new=True), lambda: forward(dense, QUESTION, child)):
         with pytest.raises(ValueError, match=r"holds 3 rows .* go on from a fork made before"):
             act()
 

@@ -235,7 +235,7 @@ def test_beams_are_compacted_by_their_own_signals(dense):
         total += float(logits.log_softmax(-1)[0, token])
         logits = forward(dense, token.view(1, 1), single)[:, -1]
     assert float(output.sequences_scores[0]) == pytest.approx(total, abs=1e-4)
-    greedy = generate(dense, question, parent.fork(), tokens=9)
+    greedy = generate(dense, question, parent.fork(), tokens=9, new=True)
     assert not torch.equal(greedy, answer), "beams that never cross prove nothing"
 
 
@@ -481,7 +481,7 @@ def test_a_session_remembers_what_it_kept(reference):
         assert session.ask(QUESTION.format("amber-river"), max_new_tokens=4, keep=True, **options) == plain
         assert session.report().logical_length == before + question.shape[1] + 4
         assert session.cache.batch_size == 1
-    said = tokenizer.decode(session.cache._ids[0, -4:])
+    said = tokenizer.decode(session.cache._tokens.ids[0, -4:])
     assert said == plain, "the last token of an answer is part of it"
 
 

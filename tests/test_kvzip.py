@@ -56,7 +56,7 @@ def tensors_of(cache: GateSightCache) -> list[Tensor]:
     assert recording is not None
     held += [*recording.signals, *recording.hidden, *recording.queries]
     held += [sums for sums in recording._gate_sums if sums is not None]
-    return [tensor for tensor in [*held, cache._padding, cache._ids] if tensor is not None]
+    return [tensor for tensor in [*held, cache._tokens.padding, cache._tokens.ids] if tensor is not None]
 
 
 def hooks(model: Any) -> list[int]:

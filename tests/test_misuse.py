@@ -52,7 +52,7 @@ def assert_usable(model: Any, cache: GateSightCache, expected: Tensor) -> None:
         cache.compact()
     assert cache.get_seq_length() == LENGTH
     assert torch.equal(generate(model, FULL, cache.fork()), expected)
-    assert torch.equal(generate(model, QUESTION, cache), expected)
+    assert torch.equal(generate(model, QUESTION, cache, new=True), expected)
 
 
 # -- making a cache ----------------------------------------------------------------------------------------------------
@@ -170,8 +170,13 @@ AFTER: Cases = {
     "fewer ids than seen": (ask(CONTEXT[:, :20]), CacheStateError, "shorter prefix"),
     "one id of those seen": (ask(CONTEXT[:, :1], attention_mask=None), CacheStateError, "shorter prefix"),
     "identical ids": (ask(CONTEXT), CacheStateError, "shorter prefix"),
-    "a context tokenized differently half-way": (ask(changed(25)), CacheStateError, "first 25 tokens and differs"),
-    "a context tokenized differently at its end": (ask(changed(42)), CacheStateError, "first 42 tokens and differs"),
+    "a context tokenized differently half-way": (ask(changed(25)), CacheStateError, "at token 25 of 43"),
+    "a context tokenized differently at its end": (ask(changed(42)), CacheStateError, "at token 42 of 43"),
+    "another beginning": (ask(changed(0)), CacheStateError, "at token 0 of 43"),
+    "new ids without a mask": (ask(QUESTION), CacheStateError, "at token 0 of 43.*attention_mask over the 43"),
+    "new ids with their own mask": (ask(QUESTION, attention_mask=torch.ones(1, 6)), CacheStateError, "at token 0 of 43"),
+    "another text": (ask(random_ids(90, seed=5)), CacheStateError, "at token 0 of 43"),
+    "ids of one dimension": (ask(FULL[0]), ValueError, "input_ids must be"),
     "no tokens": (feed(QUESTION[:, :0]), CacheStateError, "No new tokens"),
     "prompt lookup": (ask(FULL, prompt_lookup_num_tokens=3), ValueError, "assisted decoding"),
     "prompt lookup in a config": (

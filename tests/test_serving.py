@@ -115,7 +115,7 @@ def test_the_parent_is_not_changed_by_its_children(dense, parent):
     before, places = digest(parent), [t.data_ptr() for t in tensors_of([vars(layer) for layer in parent.layers])]
     for question in QUESTIONS:
         generate(dense, full(question), parent.fork())
-        generate(dense, question, parent.fork(), num_beams=3)
+        generate(dense, question, parent.fork(), new=True, num_beams=3)
         forward(dense, question.expand(2, -1), parent.fork().fork())
     parent.fork().reset()
     assert digest(parent) == before
@@ -249,7 +249,7 @@ def test_padded_questions_are_refused_and_named(dense, attention, parent, form):
     padded = special_tokens(dense, PAD if form == "pad token of the model" else None)
     with padded, pytest.raises(ValueError, match="separate forks"):
         generate(dense, ids, child, **arguments)
-    assert torch.equal(generate(dense, QUESTIONS[0], child), answers(dense, parent, QUESTIONS[:1]))
+    assert torch.equal(generate(dense, QUESTIONS[0], child, new=True), answers(dense, parent, QUESTIONS[:1]))
 
 
 def test_a_pad_token_that_also_ends_sequences_is_no_padding(dense, parent, oracle):
@@ -258,7 +258,9 @@ def test_a_pad_token_that_also_ends_sequences_is_no_padding(dense, parent, oracl
     question[0, 2] = EOS
     expected = oracle.generate(full(question))
     with special_tokens(dense, EOS, EOS):
-        assert torch.equal(generate(dense, question, parent.fork(), min_new_tokens=4, eos_token_id=[EOS]), expected)
+        assert torch.equal(
+            generate(dense, question, parent.fork(), new=True, min_new_tokens=4, eos_token_id=[EOS]), expected
+        )
 
 
 @pytest.mark.parametrize("form", ["all", "new"])
@@ -288,7 +290,7 @@ def test_a_ragged_parent_answers_for_each_row(dense, attention, form, per_row):
 @pytest.mark.parametrize("used", [False, True])
 def test_a_reset_cache_is_as_new(dense, parent, used):
     if used:
-        generate(dense, QUESTIONS[0].expand(2, -1), parent)
+        generate(dense, QUESTIONS[0].expand(2, -1), parent, new=True)
     parent.reset()
     new = GateSightCache(random_estimator(dense), dense, kept_fraction=0.3)
     assert digest(parent) == digest(new)

@@ -56,7 +56,7 @@ def padded_batch(model: Any, **options: Any) -> GateSightCache:
 def after_a_turn(model: Any, **options: Any) -> GateSightCache:
     """With a tail: a question and its answer came after compaction."""
     cache = compacted(model, CONTEXT, **options)
-    generate(model, QUESTION, cache)
+    generate(model, QUESTION, cache, new=True)
     return cache
 
 
@@ -99,8 +99,8 @@ def answers(model: Any, cache: GateSightCache) -> list[Tensor]:
     """Logits of a question's tokens, and of another question after it, on forks."""
     question = QUESTION.expand(cache.batch_size, -1)
     given = {}
-    if cache._padding is not None:
-        mask = torch.cat([cache._padding.long(), torch.ones_like(question)], dim=1)
+    if cache._tokens.padding is not None:
+        mask = torch.cat([cache._tokens.padding.long(), torch.ones_like(question)], dim=1)
         given = padded(mask, question.shape[1])
     child, other = cache.fork(), cache.fork()
     return [forward(model, question, child, **given), forward(model, question[:, :1], child), forward(
@@ -134,7 +134,9 @@ def test_every_family(any_model, path):
     loaded = GateSightCache.load(path, any_model)
     ids = torch.cat([CONTEXT, QUESTION], 1)
     assert torch.equal(generate(any_model, ids, loaded.fork(), 8), generate(any_model, ids, cache.fork(), 8))
-    assert torch.equal(generate(any_model, QUESTION, loaded, 8), generate(any_model, QUESTION, cache, 8))
+    assert torch.equal(
+        generate(any_model, QUESTION, loaded, 8, new=True), generate(any_model, QUESTION, cache, 8, new=True)
+    )
 
 
 @pytest.mark.parametrize("allocation", ["gate", "global"])
@@ -160,7 +162,7 @@ def test_low_precision(path, dtype):
 def test_a_child_is_saved_whole(dense, path):
     parent = compacted(dense, CONTEXT, kept_fraction=0.3)
     child = parent.fork()
-    first = generate(dense, QUESTION, child)
+    first = generate(dense, QUESTION, child, new=True)
     child.save(path)
     expected = forward(dense, random_ids(5, seed=3), child)
     del parent, child
@@ -171,7 +173,7 @@ def test_a_child_is_saved_whole(dense, path):
 
 def test_beams_are_saved_with_all_rows(dense, path):
     cache = compacted(dense, CONTEXT, kept_fraction=0.3)
-    generate(dense, QUESTION, cache, num_beams=3)
+    generate(dense, QUESTION, cache, new=True, num_beams=3)
     cache.save(path)
     loaded = GateSightCache.load(path, dense)
     assert loaded.batch_size == 3 and loaded.report() == cache.report()

@@ -23,6 +23,7 @@ from transformers import DynamicCache, StaticCache
 from gatesight_hf import FrozenCache, GateSightCache
 from gatesight_hf._compat import cache_argument
 from gatesight_hf.methods import KeyNorm
+from gatesight_hf.tokens import Tokens
 
 from .bench_check import Check, DifferentOutputsError, relative_rms, require
 from .bench_machine import clock, hardware
@@ -86,7 +87,7 @@ class Contest:
 
             layer.tail_keys = torch.cat([entries(1.0), layer.tail_keys], dim=2)
             layer.tail_values = torch.cat([entries(scale), layer.tail_values], dim=2)
-        parent._ids = random_ids(model, tokens, SEED).expand(rows, -1)
+        parent._tokens = Tokens(tokens, random_ids(model, tokens, SEED).expand(rows, -1))
         static = StaticCache(model.config, max_cache_len=tokens + room)
         self._forward(model, seen, static)
         self.dynamic, self.static = parent.fork(), static
