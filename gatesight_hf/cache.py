@@ -42,7 +42,7 @@ class GateSightCache(CallFollower):
     Args:
         scorer: Rates KV entries, for example an `Estimator`.
         model: The hybrid model; hooks are attached to it once (`gatesight_hf.signals.attach`).
-        kept_fraction: Share of KV entries outside the protected prefix that stays, in (0, 1].
+        kept_fraction: Share of the KV entries that are not protected that stays, in (0, 1].
         protected_prefix: First tokens of each row that always stay and are not counted.
         allocation: How layers share the budget: `gate` (mean output gate; without output gates as `flat`, and a
             warning says so), `flat` or `pyramid`; `score`: in proportion to how many of a layer's entries are among the
@@ -59,10 +59,12 @@ class GateSightCache(CallFollower):
         entries_dtype: `int8` holds kept entries as 8-bit integers, see `quantised.py`; later tokens stay
             in the model's dtype, and so do a layer's entries if NaN or infinity is among them. Every forward turns them
             back, one layer after another, each for as long as it runs. None: the model's dtype.
+        protected_suffix: Last tokens of each row at a compaction that always stay and are not counted, such as those of
+            a question in the prompt of `generate`, which is compacted as a whole.
 
     Raises:
-        ValueError: Kept fraction outside (0, 1], negative prefix, unknown allocation or dtype of entries, or a scorer
-            that rates a context only as a whole for a cache that grows.
+        ValueError: Kept fraction outside (0, 1], negative prefix or suffix, unknown allocation or dtype of entries, or
+            a scorer that rates a context only as a whole for a cache that grows.
         UnsupportedModelError: The model is no hybrid of a known family.
         EstimatorMismatchError: The estimator is for another layout.
     """
@@ -79,6 +81,7 @@ class GateSightCache(CallFollower):
         growing: bool = False,
         recompact_every: int | None = None,
         entries_dtype: str | None = None,
+        protected_suffix: int = 0,
     ) -> None:
         options = CompactionOptions(
             kept_fraction,
@@ -89,6 +92,7 @@ class GateSightCache(CallFollower):
             growing,
             recompact_every,
             entries_dtype,
+            protected_suffix,
         )
         if not hasattr(model, "config") or not hasattr(model, "forward"):
             raise TypeError(f"model must be the hybrid model itself, got {type(model).__name__}.")

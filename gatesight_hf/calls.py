@@ -25,6 +25,7 @@ from .inputs import (
     check_mask,
     check_no_checkpointing,
     check_one_sequence,
+    described,
     positions_of,
     repeats_of,
     whole_padding,
@@ -383,8 +384,7 @@ class CallFollower(IndexedCache, Cache, SignalSink):
         if ids is None or embeds is not None or seen == 0:
             return GenerateCall(inputs, arguments)
         if not isinstance(ids, Tensor) or ids.ndim != 2:
-            given = list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
-            raise ValueError(f"input_ids must be a tensor [batch, tokens], got {given}.")
+            raise ValueError(f"input_ids must be a tensor [batch, tokens], got {described(ids)}.")
         check_mask(mask, len(ids))
         arguments = {name: value for name, value in arguments.items() if name != "input_ids"}
         arguments = without_restarting_chunks(model, arguments)

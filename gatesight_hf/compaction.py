@@ -8,7 +8,7 @@ from torch import Tensor
 from .budget import allocate, check_allocation, check_gate_exponent, check_kept_fraction, spread, total_budget
 from .quantised import check_entries_dtype
 from .scoring import Prefill, Scorer, Scores, checked_scores
-from .selection import best_of_all, select, select_global
+from .selection import Protected, best_of_all, select, select_global
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,9 @@ class CompactionOptions:
     """How much of a context stays. `GateSightCache` says what each option means.
 
     Raises:
-        ValueError: Kept fraction outside (0, 1], negative prefix, unknown allocation or `entries_dtype`, block size
-            below 1 or with `allocation="global"`, gate exponent that is negative or not finite, `recompact_every` below
-            1.
+        ValueError: Kept fraction outside (0, 1], negative prefix or suffix, unknown allocation or `entries_dtype`,
+            block size below 1 or with `allocation="global"`, gate exponent that is negative or not finite,
+            `recompact_every` below 1.
     """
 
     kept_fraction: float
@@ -29,13 +29,14 @@ class CompactionOptions:
     growing: bool = False
     recompact_every: int | None = None
     entries_dtype: str | None = None
+    protected_suffix: int = 0
 
     def __post_init__(self) -> None:
         check_kept_fraction(self.kept_fraction)
         check_allocation(self.allocation)
         check_gate_exponent(self.gate_exponent)
         check_entries_dtype(self.entries_dtype)
-        for name, least in (("protected_prefix", 0), ("block_size", 1)):
+        for name, least in (("protected_prefix", 0), ("protected_suffix", 0), ("block_size", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} is a whole number >= {least}, got {value!r}.")
@@ -48,6 +49,11 @@ class CompactionOptions:
             raise ValueError(
                 "allocation='global' has no blocks, since every head keeps a number of its own: leave block_size at 1."
             )
+
+    @property
+    def protected(self) -> Protected:
+        """Tokens that always stay and are not counted."""
+        return Protected(self.protected_prefix, self.protected_suffix)
 
     @property
     def grows(self) -> bool:
@@ -79,7 +85,7 @@ class Plan:
     Attributes:
         layers: By attention ordinal; dropped once carried out.
         context: Slots of the context.
-        kept: Per row and attention layer, entries kept per head, protected prefix included.
+        kept: Per row and attention layer, entries kept per head, protected ones included.
         achieved_fraction: Kept share of the evictable entries.
         gate_means: Per row and attention layer.
         kv_bytes_before: Attention cache when the plan was made.
@@ -118,7 +124,7 @@ def plan_compaction(
         gate_means: Per row and attention layer; may be empty unless `allocation` is `gate`.
         options: Kept fraction, protection, allocation.
         kv_bytes_before: For the report.
-        held: Per row and attention layer, entries outside the protected prefix that are still there, over all heads;
+        held: Per row and attention layer, entries besides protected ones that are still there, over all heads;
             everything then gets a score and indices. None if all are there.
 
     Raises:
@@ -127,8 +133,8 @@ def plan_compaction(
     lengths, count = prefill.lengths, prefill.spec.num_attention_layers
     if min(lengths) == 0:
         raise ValueError(f"Row {lengths.index(0)} of the context has no tokens, only padding.")
-    protected = [min(options.protected_prefix, length) for length in lengths]
-    evictable = [length - first for length, first in zip(lengths, protected, strict=True)]
+    evictable = [end - first for first, end in map(options.protected.evictable, lengths)]
+    protected = [length - n for length, n in zip(lengths, evictable, strict=True)]
     budgets = [total_budget(options.kept_fraction, n, count) for n in evictable]
     # Those that choose for themselves.
     heads = 1 if prefill.spec.indexed else prefill.keys[0].shape[1]
@@ -136,14 +142,14 @@ def plan_compaction(
         options = replace(options, allocation="flat")  # everything stays, and nothing needs a score
     if options.allocation == "global":
         totals = _within(held, [heads * n for n in budgets])
-        layers = _plan_global(prefill, scorer, totals, options.protected_prefix)
+        layers = _plan_global(prefill, scorer, totals, options.protected)
         kept = [[_fullest_head(layer, row) for layer in layers] for row in range(len(lengths))]
         entries = sum(totals) / heads
     else:
         if options.allocation == "score":
             scorer = Scores(checked_scores(scorer, prefill))
             totals = _within(held, [heads * n for n in budgets])
-            shares = _shares_by_score(_scores(scorer, prefill), totals, lengths, options.protected_prefix)
+            shares = _shares_by_score(_scores(scorer, prefill), totals, lengths, options.protected)
             counts = [
                 spread(total, weights, n, options.block_size) if n else [0] * count
                 for total, weights, n in zip(budgets, shares, evictable, strict=True)
@@ -166,7 +172,7 @@ def plan_compaction(
         whole = [
             held is None and all(row[j] == n for row, n in zip(counts, evictable, strict=True)) for j in range(count)
         ]
-        layers = _plan_layers(prefill, scorer, counts, whole, options.protected_prefix)
+        layers = _plan_layers(prefill, scorer, counts, whole, options.protected)
         kept = [[k + protected[row] for k in counts[row]] for row in range(len(lengths))]
         entries = sum(map(sum, counts))
     total = count * sum(evictable)
@@ -186,17 +192,17 @@ def _within(held: list[list[int]] | None, totals: list[int]) -> list[int]:
 
 
 def _shares_by_score(
-    scores: list[Tensor], totals: list[int], lengths: list[int], protected_prefix: int
+    scores: list[Tensor], totals: list[int], lengths: list[int], protected: Protected
 ) -> list[list[float]]:
     """By row and layer, how many of the layer's entries are among the best of all layers, per head."""
     heads = scores[0].shape[1]
-    best = best_of_all(scores, totals, lengths, protected_prefix)
+    best = best_of_all(scores, totals, lengths, protected)
     counted = torch.stack([of_layer.sum((1, 2)).cpu() for of_layer in best], dim=1)
     return (counted / heads).tolist()
 
 
 def _plan_layers(
-    prefill: Prefill, scorer: Scorer, counts: list[list[int]], whole: list[bool], protected_prefix: int
+    prefill: Prefill, scorer: Scorer, counts: list[list[int]], whole: list[bool], protected: Protected
 ) -> list[LayerPlan]:
     """The same number of entries for all heads of a layer; everything, without scores, of those that are `whole`."""
     scores = [] if all(whole) else _scores(scorer, prefill)
@@ -208,14 +214,14 @@ def _plan_layers(
             layers.append(LayerPlan(None, torch.arange(slots, device=keys.device) >= first_slot.unsqueeze(1)))
         else:
             of_layer = [row[j] for row in counts]
-            chosen = select(scores[j], of_layer, prefill.lengths, protected_prefix)
+            chosen = select(scores[j], of_layer, prefill.lengths, protected)
             layers.append(_layer_plan(*chosen, keys.shape[1]))
     return layers
 
 
-def _plan_global(prefill: Prefill, scorer: Scorer, totals: list[int], protected_prefix: int) -> list[LayerPlan]:
+def _plan_global(prefill: Prefill, scorer: Scorer, totals: list[int], protected: Protected) -> list[LayerPlan]:
     """Entries of all layers and heads compete for one budget."""
-    chosen = select_global(_scores(scorer, prefill), totals, prefill.lengths, protected_prefix)
+    chosen = select_global(_scores(scorer, prefill), totals, prefill.lengths, protected)
     return [_layer_plan(*of_layer, prefill.spec.num_key_value_heads) for of_layer in chosen]
 
 

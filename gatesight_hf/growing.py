@@ -15,6 +15,7 @@ from .compaction import CompactionOptions, Plan, plan_compaction
 from .hybrid import HybridSpec
 from .layers import GateSightAttentionLayer
 from .scoring import Prefill, Scorer, Scores, checked_scores
+from .selection import Protected
 
 
 def check_can_grow(scorer: Scorer, spec: HybridSpec) -> None:
@@ -63,7 +64,7 @@ def plan_growing(
     # All that a plan reads of keys is their number and their device.
     slots = [of_layer.new_empty((*of_layer.shape, 0)) for of_layer in scores]
     seen = Prefill(prefill.spec, lengths, [], slots, slots)
-    held = [_held(layer, lengths, options.protected_prefix) for layer in layers]
+    held = [_held(layer, lengths, options.protected) for layer in layers]
     per_row = [list(row) for row in zip(*held, strict=True)]
     return plan_compaction(seen, Scores(scores), gate_means, options, kv_bytes_before, per_row), scores
 
@@ -97,8 +98,9 @@ def _of_everything(layer: GateSightAttentionLayer, new: Tensor) -> Tensor:
     return everything.scatter_(2, layer.held_slots(), held)[..., :-1]
 
 
-def _held(layer: GateSightAttentionLayer, lengths: list[int], protected_prefix: int) -> list[int]:
-    """By row, how many entries outside the protected prefix all heads together still hold."""
+def _held(layer: GateSightAttentionLayer, lengths: list[int], protected: Protected) -> list[int]:
+    """By row, how many entries besides protected ones all heads together still hold."""
     slots, seen = layer.held_slots(), layer.get_seq_length()
-    first = torch.tensor([seen - n + min(protected_prefix, n) for n in lengths], device=slots.device)
-    return ((slots >= first[:, None, None]) & (slots < seen)).sum((1, 2)).tolist()
+    evictable = [(seen - n + first, seen - n + end) for n in lengths for first, end in [protected.evictable(n)]]
+    first, end = torch.tensor(evictable, device=slots.device).T[..., None, None]
+    return ((slots >= first) & (slots < end)).sum((1, 2)).tolist()

@@ -25,14 +25,19 @@ def repeats_of(held: int, rows: int) -> int:
     return rows // held
 
 
+def described(value: Any) -> str:
+    """A tensor's shape, or the type of something else, for messages."""
+    return f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
 def check_mask(mask: Any, rows: int) -> None:
     """Raises ValueError unless `mask` is None or a mask `[rows, tokens]`."""
     if mask is None:
         return
     if not isinstance(mask, Tensor) or mask.ndim != 2:
-        given = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
-            f"GateSightCache needs the 2-D attention mask [batch, tokens], not a prepared mask: got {given}."
+            "GateSightCache needs the 2-D attention mask [batch, tokens], not a prepared mask: got attention_mask of "
+            f"{described(mask)}."
         )
     if len(mask) != rows:
         raise ValueError(f"attention_mask has {len(mask)} rows for an input of {rows}.")
@@ -127,8 +132,9 @@ def check_one_sequence(inputs: dict[str, Any], padding: Tensor | None, seen: int
     rows, length = new.shape[:2]
     shape = list(positions.shape) if isinstance(positions, Tensor) else []
     if len(shape) not in (2, 3) or shape[-1] != length or shape[-2] not in (1, rows):
-        given: Any = shape if isinstance(positions, Tensor) else type(positions).__name__
-        raise ValueError(f"position_ids must be [{rows}, {length}], or [axes, {rows}, {length}], got {given}.")
+        raise ValueError(
+            f"position_ids must be [{rows}, {length}], or [axes, {rows}, {length}], got {described(positions)}."
+        )
     plain = positions.ndim == 2
     of_text = positions if plain else positions[0]
     rises = of_text.diff(dim=-1) >= int(plain)

@@ -16,7 +16,7 @@ class CacheReport:
         physical_lengths: Per attention layer, entries held per head (of the longest row).
         kept_per_layer: Per row and attention layer, entries kept per head by the last compaction; empty before one.
         kept_fraction: Kept share of the evictable entries that was asked for.
-        achieved_fraction: The share of all seen then that was kept, protected prefix not counted; None before.
+        achieved_fraction: The share of all seen then that was kept, protected ones not counted; None before.
         gate_means: Per row and attention layer, mean of sigmoid(output gate); empty if not needed or there is none.
         kv_bytes_before: Attention cache just before compaction; None before compaction.
         kv_bytes: Attention cache now, scales of quantised entries too. A fork counts what it shares with its parent.

@@ -1,22 +1,41 @@
 """Which KV entries stay: scores and budgets in, kept indices out. Pure tensor functions."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from gatesight_kernels import select_top
 
 
-def select(scores: Tensor, counts: list[int], lengths: list[int], protected_prefix: int = 0) -> tuple[Tensor, Tensor]:
-    """The protected prefix and each head's top-K of the rest, in position order.
+class Protected(NamedTuple):
+    """Tokens of each row that are always kept and not counted: so many first ones, and so many last ones."""
+
+    prefix: int = 0
+    suffix: int = 0
+
+    def evictable(self, length: int) -> tuple[int, int]:
+        """Of a row of `length` tokens, the first one that may go, and the end of those."""
+        first = min(self.prefix, length)
+        return first, max(first, length - self.suffix)
+
+
+NOTHING = Protected()
+
+
+def select(
+    scores: Tensor, counts: list[int], lengths: list[int], protected: Protected = NOTHING
+) -> tuple[Tensor, Tensor]:
+    """The protected tokens and each head's top-K of the rest, in position order.
 
     Rows of a batch are left-padded: row r holds `lengths[r]` tokens in its last slots. Rows that keep fewer entries
     than the largest row are filled up with slot 0 and marked invalid.
 
     Args:
         scores: `[B, H, T]`, float; higher is kept.
-        counts: K of each row: kept entries per head outside the protected prefix.
+        counts: K of each row: kept entries per head that are not protected.
         lengths: Tokens of each row, padding not counted.
-        protected_prefix: First tokens of each row that are always kept and not counted.
+        protected: Tokens that are always kept and not counted.
 
     Returns:
         `(indices, valid)`: slots `[B, H, N]` (int64, ascending where valid) and `[B, N]` (bool).
@@ -28,14 +47,14 @@ def select(scores: Tensor, counts: list[int], lengths: list[int], protected_pref
     rows: list[Tensor] = []
     for row in range(batch):
         start = slots - lengths[row]
-        protected = min(protected_prefix, lengths[row])
-        candidates = scores[row, :, start + protected :]
+        first, end = protected.evictable(lengths[row])
+        candidates = scores[row, :, start + first : start + end]
         if counts[row] > candidates.shape[-1]:
             raise ValueError(f"Row {row} cannot keep {counts[row]} of {candidates.shape[-1]} evictable entries.")
         _refuse_nan(candidates)
         top = select_top(candidates, counts[row])
-        head = torch.arange(start, start + protected, device=scores.device).expand(heads, -1)
-        rows.append(torch.cat([head, top + (start + protected)], dim=-1))
+        always = torch.arange(start, slots, device=scores.device).expand(heads, -1)
+        rows.append(torch.cat([always[:, :first], top + (start + first), always[:, end:]], dim=-1))
 
     kept = max(slots_kept.shape[-1] for slots_kept in rows)
     indices = scores.new_zeros((batch, heads, kept), dtype=torch.long)
@@ -47,17 +66,17 @@ def select(scores: Tensor, counts: list[int], lengths: list[int], protected_pref
 
 
 def select_global(
-    scores: list[Tensor], totals: list[int], lengths: list[int], protected_prefix: int = 0
+    scores: list[Tensor], totals: list[int], lengths: list[int], protected: Protected = NOTHING
 ) -> list[tuple[Tensor, Tensor]]:
-    """The protected prefix and the best entries of all layers and heads together, in position order.
+    """The protected tokens and the best entries of all layers and heads together, in position order.
 
     Heads keep different numbers; each layer is filled up to its fullest head with slot 0, marked invalid (the
     non-uniform head budgets of KVzip, arXiv 2505.23416).
 
     Args:
         scores: Per layer `[B, H, T]`, float; higher is kept.
-        totals: Entries that all heads of all layers keep together outside the protected prefix, for each row.
-        lengths, protected_prefix: See `select`.
+        totals: Entries that all heads of all layers keep together besides protected ones, for each row.
+        lengths, protected: See `select`.
 
     Returns:
         Per layer `(indices, valid)`, `[B, H, N]` each.
@@ -65,16 +84,20 @@ def select_global(
     Raises:
         ValueError: A score that is NaN.
     """
-    keep = best_of_all(scores, totals, lengths, protected_prefix)
+    keep = best_of_all(scores, totals, lengths, protected)
     for row, length in enumerate(lengths):
         start = scores[0].shape[-1] - length
+        first, end = protected.evictable(length)
         for of_layer in keep:
-            of_layer[row, :, start : start + min(protected_prefix, length)] = True
+            of_layer[row, :, start : start + first] = True
+            of_layer[row, :, start + end :] = True
     return [_packed(of_layer) for of_layer in keep]
 
 
-def best_of_all(scores: list[Tensor], totals: list[int], lengths: list[int], protected_prefix: int = 0) -> list[Tensor]:
-    """Which entries outside the protected prefix are the best of all layers and heads, per layer `[B, H, T]` (bool).
+def best_of_all(
+    scores: list[Tensor], totals: list[int], lengths: list[int], protected: Protected = NOTHING
+) -> list[Tensor]:
+    """Which entries are the best of all layers and heads, protected ones apart, per layer `[B, H, T]` (bool).
 
     Args, Raises:
         See `select_global`.
@@ -82,14 +105,14 @@ def best_of_all(scores: list[Tensor], totals: list[int], lengths: list[int], pro
     slots = scores[0].shape[-1]
     best = [torch.zeros_like(of_layer, dtype=torch.bool) for of_layer in scores]
     for row, length in enumerate(lengths):
-        first = slots - length + min(protected_prefix, length)
-        candidates = torch.cat([of_layer[row, :, first:].flatten().to(scores[0].device) for of_layer in scores])
+        first, end = (slots - length + n for n in protected.evictable(length))
+        candidates = torch.cat([of_layer[row, :, first:end].flatten().to(scores[0].device) for of_layer in scores])
         _refuse_nan(candidates)
         chosen = torch.zeros_like(candidates, dtype=torch.bool)
         chosen[select_top(candidates.unsqueeze(0), totals[row])] = True
-        of_layers = chosen.split([of_layer[row, :, first:].numel() for of_layer in scores])
+        of_layers = chosen.split([of_layer[row, :, first:end].numel() for of_layer in scores])
         for mask, part in zip(best, of_layers, strict=True):
-            mask[row, :, first:] = part.view(mask.shape[1], -1).to(mask.device)
+            mask[row, :, first:end] = part.view(mask.shape[1], -1).to(mask.device)
     return best
 
 

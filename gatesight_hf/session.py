@@ -83,6 +83,7 @@ class Session:
         allocation: str = "gate",
         recompact_every: int | None = None,
         entries_dtype: str | None = None,
+        protected_suffix: int = 0,
         prefill_chunk_size: int | None = None,
         revision: str | None = None,
         token: str | bool | None = None,
@@ -96,7 +97,8 @@ class Session:
             tokenizer: Its tokenizer.
             estimator: Folder of an estimator, its repo on the Hub, or a scorer.
             text: The document.
-            kept_fraction, protected_prefix, allocation, recompact_every, entries_dtype: See `GateSightCache`.
+            kept_fraction, protected_prefix, allocation, recompact_every, entries_dtype, protected_suffix: See
+                `GateSightCache`.
             prefill_chunk_size: Tokens per forward; None prefills in one.
             revision, token, cache_dir, local_files_only: See `Estimator.from_pretrained`.
 
@@ -114,6 +116,7 @@ class Session:
             allocation,
             recompact_every=recompact_every,
             entries_dtype=entries_dtype,
+            protected_suffix=protected_suffix,
         )
         ids = tokenizer(text, return_tensors="pt").input_ids.to(model.device)
         if ids.shape[1] == 0:

@@ -357,7 +357,7 @@ class SignalHooks:
 
     @property
     def in_place(self) -> bool:
-        """False once something hooked was exchanged, for example for a projection with an adapter or quantised weights."""
+        """False once something hooked was exchanged, such as a projection for one with an adapter."""
         forward = vars(self._decoder).get("forward")
         while forward is not None and getattr(forward, "func", None) is not _decode:
             forward = getattr(forward, "__wrapped__", None)  # accelerate puts its own around it

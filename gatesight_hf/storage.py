@@ -294,6 +294,8 @@ def _parse(metadata: dict[str, str]) -> tuple[SavedCache, list[Any]]:
     data = parse_json(metadata["cache"].encode("utf-8", "surrogatepass"))
     _keys("cache", data, {"model", "tokenizer", "scorer", "options", "layers", "extent", "plan", "seconds"})
     _keys("model", data["model"], {"model_type", "layout", "dtype", "rotary", "weights"})
+    if isinstance(data["options"], dict):
+        data["options"].setdefault("protected_suffix", 0)  # earlier files have none
     _keys("options", data["options"], {f.name for f in fields(CompactionOptions)})
     _keys("extent", data["extent"], {f.name for f in fields(Extent)})
     _keys("plan", data["plan"], {"achieved_fraction", "kv_bytes_before"})

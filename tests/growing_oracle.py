@@ -156,22 +156,24 @@ class Talk:
             for j, of_layer in enumerate(scores):
                 of_layer[:, begun:length] = rated(self.cache.scorer, j, inputs[j], begun, length)
             first = min(options.protected_prefix, length)
-            candidates = torch.stack(scores)[..., first:length]
+            end = max(first, length - options.protected_suffix)
+            candidates = torch.stack(scores)[..., first:end]
             if options.allocation == "global":
-                total = heads * sum(allocate(options.kept_fraction, length - first, 2, allocation="flat"))
+                total = heads * sum(allocate(options.kept_fraction, end - first, 2, allocation="flat"))
                 best = candidates.flatten().topk(min(total, int(candidates.isfinite().sum()))).indices
                 kept = torch.zeros(candidates.numel(), dtype=torch.bool).scatter(0, best, True).view_as(candidates)
             else:
                 means = [float(gate[0, :length].mean()) for gate in gates if gate is not None]
-                counts = allocate(options.kept_fraction, length - first, 2, allocation=options.allocation,
+                counts = allocate(options.kept_fraction, end - first, 2, allocation=options.allocation,
                                   gate_means=means)  # fmt: skip
                 kept = torch.zeros_like(candidates, dtype=torch.bool)
                 for of_layer, best, count in zip(kept, candidates, counts, strict=True):
                     held = int(best[0].isfinite().sum())
                     of_layer.scatter_(1, best.topk(min(count, held)).indices, True)
             for of_layer, mask, evicted in zip(scores, kept, gone, strict=True):
-                assert torch.equal(evicted[:, first:], ~mask) and not evicted[:, :first].any()
-                of_layer[:, first:length].masked_fill_(~mask, -math.inf)
+                assert torch.equal(evicted[:, first:end], ~mask)
+                assert not evicted[:, :first].any() and not evicted[:, end:].any()
+                of_layer[:, first:end].masked_fill_(~mask, -math.inf)
             begun = length
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from gatesight_hf import CacheStateError, GateSightCache
 from gatesight_hf.budget import spread
 from gatesight_hf.scoring import Needs, Recorder, Scores
-from gatesight_hf.selection import best_of_all, select_global
+from gatesight_hf.selection import Protected, best_of_all, select_global
 
 from .conftest import Oracle, assert_same, evicted_of, forward, prefilled, random_ids
 
@@ -92,10 +92,10 @@ def test_global_blocks_are_refused(dense: Any) -> None:
 def test_the_best_of_all_do_not_count_what_is_protected() -> None:
     scores = two_layers(1.0, 1.0)
     scores[0][..., :5] = 9.0
-    best = best_of_all(scores, [12], [LENGTH], protected_prefix=5)
+    best = best_of_all(scores, [12], [LENGTH], Protected(5))
     assert sum(int(layer.sum()) for layer in best) == 12
     assert not best[0][..., :5].any()
-    chosen = select_global(scores, [12], [LENGTH], protected_prefix=5)
+    chosen = select_global(scores, [12], [LENGTH], Protected(5))
     assert sum(int(valid.sum()) for _, valid in chosen) == 12 + 4 * 5
 
 

@@ -134,13 +134,15 @@ def test_one_row_equals_the_oracle(dense, plain, attention, fraction, allocation
 
 @pytest.mark.parametrize("question", QUESTIONS)
 @pytest.mark.parametrize("allocation", ALLOCATIONS)
-@pytest.mark.parametrize("fraction", FRACTIONS)
-def test_ragged_rows_equal_the_oracle_row_by_row(dense, plain, attention, fraction, allocation, question):
+@pytest.mark.parametrize(("fraction", "suffix"), zip(FRACTIONS, (0, 3, 0, 1), strict=False))
+def test_ragged_rows_equal_the_oracle_row_by_row(dense, plain, attention, fraction, suffix, allocation, question):
     rows = rows_of(LENGTHS)
     ids, mask = left_padded(rows)
-    cache = compacted(dense, ids, mask=mask, kept_fraction=fraction, allocation=allocation, protected_prefix=2)
+    options = {"kept_fraction": fraction, "allocation": allocation, "protected_prefix": 2, "protected_suffix": suffix}
+    cache, protected = compacted(dense, ids, mask=mask, **options), 2 + suffix
     for row, length in enumerate(LENGTHS):
-        assert kept_entries(cache, row, length) == 2 * (max(2, math.floor(fraction * 2 * (length - 2) + 0.5)) + 2 * 2)
+        kept = max(2, math.floor(fraction * 2 * (length - protected) + 0.5)) + 2 * protected
+        assert kept_entries(cache, row, length) == 2 * kept
     check_rows(plain, cache, rows, questions_of(3, question), dense)
 
 

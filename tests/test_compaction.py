@@ -35,19 +35,19 @@ CONTEXT = 43
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, CONTEXT])
-@pytest.mark.parametrize("protected", [0, 1, 4, 100])
-def test_kept_totals_are_exact(dense, length, protected):
-    whole = prefilled(dense, random_ids(length), protected_prefix=protected)
+@pytest.mark.parametrize(("prefix", "suffix"), [(0, 0), (1, 0), (4, 0), (100, 0), (0, 3), (2, 2), (4, 100)])
+def test_kept_totals_are_exact(dense, length, prefix, suffix):
+    whole = prefilled(dense, random_ids(length), protected_prefix=prefix, protected_suffix=suffix)
     for fraction, allocation in itertools.product((1e-6, 0.1, 0.5, 0.9, 1.0), SHARED):
         cache = whole.fork()
         cache.options = replace(cache.options, kept_fraction=fraction, allocation=allocation)
         report = cache.compact()
-        first = min(protected, length)
-        total = max(2, math.floor(fraction * 2 * (length - first) + 0.5)) if first < length else 0
-        assert sum(report.kept_per_layer[0]) == sum(report.physical_lengths) == total + 2 * first
-        assert report.achieved_fraction == (total / (2 * (length - first)) if first < length else 1.0)
+        always = min(prefix + suffix, length)
+        total = max(2, math.floor(fraction * 2 * (length - always) + 0.5)) if always < length else 0
+        assert sum(report.kept_per_layer[0]) == sum(report.physical_lengths) == total + 2 * always
+        assert report.achieved_fraction == (total / (2 * (length - always)) if always < length else 1.0)
         for gone in evicted_of(cache, 0, length):
-            assert not gone[:, :first].any()
+            assert not gone[:, :prefix].any() and not gone[:, max(0, length - suffix) :].any()
             assert (~gone).sum(-1).min() >= 1
         assert report.logical_length == length
         assert forward(dense, random_ids(2, seed=1), cache).isfinite().all()

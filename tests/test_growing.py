@@ -77,9 +77,10 @@ def test_three_compactions_equal_the_oracle(dense, plain, attention, lengths, ch
 
 
 @pytest.mark.parametrize("allocation", ["flat", "pyramid", "global"])
-@pytest.mark.parametrize("prefix", [0, 9])
-def test_allocations_and_protection(dense, plain, allocation, prefix):
-    talk = Talk.begin(dense, contexts_of(LENGTHS), allocation=allocation, protected_prefix=prefix)
+@pytest.mark.parametrize(("prefix", "suffix"), [(0, 0), (9, 0), (3, 4), (0, 14)])
+def test_allocations_and_protection(dense, plain, allocation, prefix, suffix):
+    options = {"allocation": allocation, "protected_prefix": prefix, "protected_suffix": suffix}
+    talk = Talk.begin(dense, contexts_of(LENGTHS), **options)
     three_turns(talk)
     talk.check(plain)
 

@@ -80,7 +80,7 @@ MAKING: dict[str, tuple[Callable[[Any], Any], type[Exception] | tuple[type[Excep
 }  # fmt: skip
 OPTIONS: list[tuple[str, Any]] = [
     *(("kept_fraction", value) for value in (0, 0.0, 1.5, -1, True, math.nan, "0.1", None)),
-    *(("protected_prefix", value) for value in (-1, 1.5, True, None)),
+    *((f"protected_{end}", value) for end in ("prefix", "suffix") for value in (-1, 1.5, True, None)),
     *(("block_size", value) for value in (0, -4, 1.5, True)),
     *(("allocation", value) for value in ("Gate", "", None)),
 ]
@@ -174,7 +174,8 @@ AFTER: Cases = {
     "a context tokenized differently at its end": (ask(changed(42)), CacheStateError, "at token 42 of 43"),
     "another beginning": (ask(changed(0)), CacheStateError, "at token 0 of 43"),
     "new ids without a mask": (ask(QUESTION), CacheStateError, "at token 0 of 43.*attention_mask over the 43"),
-    "new ids with their own mask": (ask(QUESTION, attention_mask=torch.ones(1, 6)), CacheStateError, "at token 0 of 43"),
+    "new ids with their own mask": (
+        ask(QUESTION, attention_mask=torch.ones(1, 6)), CacheStateError, "at token 0 of 43"),
     "another text": (ask(random_ids(90, seed=5)), CacheStateError, "at token 0 of 43"),
     "ids of one dimension": (ask(FULL[0]), ValueError, "input_ids must be"),
     "no tokens": (feed(QUESTION[:, :0]), CacheStateError, "No new tokens"),

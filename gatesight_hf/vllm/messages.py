@@ -47,7 +47,7 @@ class OpenOptions:
 
     Attributes:
         kept_fraction: As in `GateSightCache`.
-        protected_prefix: Likewise.
+        protected_prefix, protected_suffix: Likewise.
         allocation: Likewise, without `global`.
         gate_exponent: Likewise.
         whole_blocks: Round each layer up to whole blocks: it costs no memory, and children copy no partial block.
@@ -61,6 +61,7 @@ class OpenOptions:
 
     kept_fraction: float = 0.1
     protected_prefix: int = 0
+    protected_suffix: int = 0
     allocation: str = "gate"
     gate_exponent: float = 1.0
     whole_blocks: bool = True
@@ -109,7 +110,14 @@ class OpenOptions:
 
     def compaction(self, block_size: int) -> CompactionOptions:
         size = block_size if self.whole_blocks else 1
-        return CompactionOptions(self.kept_fraction, self.protected_prefix, self.allocation, size, self.gate_exponent)
+        return CompactionOptions(
+            self.kept_fraction,
+            self.protected_prefix,
+            self.allocation,
+            size,
+            self.gate_exponent,
+            protected_suffix=self.protected_suffix,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Those that are not the default."""
