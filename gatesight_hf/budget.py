@@ -96,51 +96,55 @@ def allocate(
     gate_means: Sequence[float] | None = None,
     gate_exponent: float = 1.0,
     block_size: int = 1,
+    protected: int = 0,
 ) -> list[int]:
     """Entries that each KV head of each layer keeps of `length` evictable tokens.
 
     Shares are capped at `length`; what a capped layer cannot take goes to the others in proportion to their weights.
-    The integers sum to `total_budget` exactly; with `block_size` > 1 each is then rounded up to whole blocks (paged
-    engines), so that the sum may be larger.
+    The integers sum to `total_budget` exactly. With `block_size` > 1 (paged engines) each is then raised until it fills
+    whole blocks together with the protected entries: the fewest blocks that hold both, so that only a layer that keeps
+    everything may end within a block. The sum is then larger, by less than a block per layer.
 
     Args:
         kept_fraction: p in (0, 1].
-        length: Context tokens outside the protected prefix.
+        length: Context tokens that are not protected.
         layers: L, number of attention layers.
         allocation: See `layer_weights`.
         gate_means, gate_exponent: See `layer_weights`.
         block_size: Entries per block.
+        protected: Context tokens that always stay and are not counted; read by the rounding alone.
 
     Returns:
-        L integers in [1, length] (all 0 if `length` is 0).
+        L integers in [1, length] (all 0 if `length` is 0), protected entries not included.
 
     Raises:
-        ValueError: Kept fraction outside (0, 1], negative length, unknown allocation.
+        ValueError: Kept fraction outside (0, 1], a size below its range, unknown allocation.
     """
     check_kept_fraction(kept_fraction)
-    if length < 0 or layers < 1 or block_size < 1:
+    if length < 0 or layers < 1 or block_size < 1 or protected < 0:
         raise ValueError(
-            f"length >= 0, layers >= 1 and block_size >= 1 expected, got {length}, {layers}, {block_size}."
+            f"length >= 0, layers >= 1, block_size >= 1 and protected >= 0 expected, got {length}, {layers}, "
+            f"{block_size}, {protected}."
         )
     weights = layer_weights(allocation, layers, gate_means, gate_exponent)
     if length == 0:
         return [0] * layers
-    return spread(total_budget(kept_fraction, length, layers), weights, length, block_size)
+    return spread(total_budget(kept_fraction, length, layers), weights, length, block_size, protected)
 
 
-def spread(total: int, weights: Sequence[float], length: int, block_size: int = 1) -> list[int]:
+def spread(total: int, weights: Sequence[float], length: int, block_size: int = 1, protected: int = 0) -> list[int]:
     """`total` entries over layers in proportion to `weights`, at least 1 and at most `length` each.
 
     Args:
         total: Entries per KV head of all layers together.
         weights: Of each layer, not negative; not all 0.
         length: See `allocate`.
-        block_size: Likewise.
+        block_size, protected: Likewise.
     """
     # A layer without any weight gets its one entry, where a scale would be infinite.
     least = 1e-6 * sum(weights)
     kept = _round_to_sum(_bounded_shares(total, [max(w, least) for w in weights], length), total, length)
-    return [min(length, -(-k // block_size) * block_size) for k in kept]
+    return [min(length, -(-(protected + k) // block_size) * block_size - protected) for k in kept]
 
 
 def _bounded_shares(total: int, weights: Sequence[float], length: int) -> list[float]:

@@ -151,8 +151,8 @@ def plan_compaction(
             totals = _within(held, [heads * n for n in budgets])
             shares = _shares_by_score(_scores(scorer, prefill), totals, lengths, options.protected)
             counts = [
-                spread(total, weights, n, options.block_size) if n else [0] * count
-                for total, weights, n in zip(budgets, shares, evictable, strict=True)
+                spread(total, weights, n, options.block_size, always) if n else [0] * count
+                for total, weights, n, always in zip(budgets, shares, evictable, protected, strict=True)
             ]
         else:
             counts = [
@@ -164,6 +164,7 @@ def plan_compaction(
                     gate_means=gate_means[row] if gate_means else None,
                     gate_exponent=options.gate_exponent,
                     block_size=options.block_size,
+                    protected=protected[row],
                 )
                 for row, n in enumerate(evictable)
             ]

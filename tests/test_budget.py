@@ -6,6 +6,8 @@ import random
 from fractions import Fraction
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from gatesight_hf.budget import PYRAMID_BETA, SHARED, allocate, check_kept_fraction, layer_weights, total_budget
 
@@ -120,11 +122,47 @@ def test_a_budget_below_one_entry_per_layer_leaves_one():
         assert allocate(1e-9, length, 4, allocation=allocation, gate_means=[0.9, 0.01, 0.3, 0.3]) == [1] * 4
 
 
-def test_blocks_are_whole_or_the_whole_length():
-    for length, fraction, block in itertools.product(LENGTHS, FRACTIONS, (1, 2, 16, 1000)):
-        exact = allocate(fraction, length, 3, gate_means=[0.5, 0.2, 0.7])
-        kept = allocate(fraction, length, 3, gate_means=[0.5, 0.2, 0.7], block_size=block)
-        assert kept == [min(length, math.ceil(k / block) * block) for k in exact]
+@given(
+    fraction=st.sampled_from(FRACTIONS) | st.floats(1e-6, 1),
+    context=st.integers(1, 40) | st.integers(1, 6000),
+    protected=st.integers(0, 50) | st.integers(0, 6000),
+    block=st.integers(1, 20) | st.sampled_from((128, 384, 784, 1056)),
+    layers=st.integers(1, 8),
+    allocation=st.sampled_from(SHARED),
+    seed=st.integers(0, 20),
+)
+@example(0.1, 16_000, 3, 784, 16, "pyramid", 0)
+@example(0.1, 500, 3, 784, 16, "gate", 3)  # a context shorter than a block
+@example(0.1, 6000, 1000, 784, 16, "gate", 3)  # a prefix longer than a block
+@example(0.1, 20, 20, 8, 3, "gate", 1)  # nothing to evict
+@example(0.9, 21, 2, 8, 1, "flat", 0)  # the context's end within a block
+@example(1.0, 6000, 3, 784, 16, "gate", 3)
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+def test_every_layer_takes_the_fewest_whole_blocks_for_its_share_and_what_is_protected(
+    fraction, context, protected, block, layers, allocation, seed
+):
+    protected = min(protected, context)
+    length, of_layers = context - protected, {"allocation": allocation, "gate_means": random_gates(layers, seed)}
+    shares = allocate(fraction, length, layers, **of_layers)
+    kept = allocate(fraction, length, layers, **of_layers, block_size=block, protected=protected)
+    without = allocate(fraction, context, layers, **of_layers)
+    for share, k, k_without in zip(shares, kept, without, strict=True):
+        assert share <= k <= length
+        assert (protected + k) % block == 0 or k == length
+        blocks = math.ceil((protected + k) / block)
+        assert blocks == math.ceil((protected + share) / block)
+        # Protected tokens cost no block where there is room for them, and for one entry that rounding may have moved.
+        room = -k_without % block
+        assert blocks <= math.ceil(k_without / block) or protected + 1 > room
+
+
+@pytest.mark.parametrize(("context", "allocation", "blocks"), [(16_000, "pyramid", 40), (16_384, "flat", 48)])
+def test_a_short_prefix_takes_no_blocks_of_its_own(context, allocation, blocks):
+    """Rounded without the prefix, each of 16 layers had a last block with 3 entries: 56 blocks and 64."""
+    for protected in (0, 3):
+        kept = allocate(0.1, context - protected, 16, allocation=allocation, block_size=784, protected=protected)
+        assert all((protected + k) % 784 == 0 for k in kept)
+        assert sum(protected + k for k in kept) == 784 * blocks
 
 
 @pytest.mark.parametrize("fraction", [0, -0.1, 1.0001, 1.5, 2, math.nan, math.inf, True, False, None, "0.1", [0.1]])
@@ -151,8 +189,8 @@ def test_an_unknown_allocation_names_the_known_ones():
         layer_weights("Gate", 2, [0.5, 0.5])
 
 
-@pytest.mark.parametrize("sizes", [(-1, 2, 1), (5, 0, 1), (5, 2, 0)])
+@pytest.mark.parametrize("sizes", [(-1, 2, 1, 0), (5, 0, 1, 0), (5, 2, 0, 0), (5, 2, 1, -1)])
 def test_sizes_below_their_range_are_refused(sizes):
-    length, layers, block = sizes
+    length, layers, block, protected = sizes
     with pytest.raises(ValueError, match="expected, got"):
-        allocate(0.5, length, layers, allocation="flat", block_size=block)
+        allocate(0.5, length, layers, allocation="flat", block_size=block, protected=protected)

@@ -68,6 +68,21 @@ def test_blocks_round_every_layer_up(dense):
     assert sum(report.physical_lengths) >= math.floor(0.3 * 2 * CONTEXT)
 
 
+@pytest.mark.parametrize("allocation", [*SHARED, "score"])
+@pytest.mark.parametrize("protected", [0, 3, 11])
+def test_protected_entries_count_into_the_blocks_of_every_row(dense, allocation, protected):
+    """Rows of five blocks and a part, of two and a part, and shorter than a block."""
+    lengths = (CONTEXT, 17, 5)
+    batch, mask = left_padded([random_ids(n, seed=n) for n in lengths])
+    whole = prefilled(dense, batch, mask=mask, allocation=allocation, protected_prefix=protected)
+    for fraction in (0.05, 0.3, 0.8, 1.0):
+        exact, blocks = whole.fork(kept_fraction=fraction), whole.fork(kept_fraction=fraction, block_size=8)
+        shares = exact.compact().kept_per_layer
+        expected = [[min(n, math.ceil(k / 8) * 8) for k in row] for n, row in zip(lengths, shares, strict=True)]
+        assert blocks.compact().kept_per_layer == expected
+        assert blocks.report().physical_lengths == [max(of_layer) for of_layer in zip(*expected, strict=True)]
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 

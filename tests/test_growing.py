@@ -155,6 +155,18 @@ def test_the_budget_counts_everything_seen(dense):
     assert cache.compact() == report, "nothing new, nothing done"
 
 
+def test_growing_layers_fill_whole_blocks_or_keep_all_they_have(dense):
+    options = {"kept_fraction": 0.25, "allocation": "flat", "protected_prefix": 4, "block_size": 8, "growing": True}
+    cache = compacted(dense, random_ids(40), **options)
+    assert cache.report().physical_lengths == [16, 16]  # 4 + 9
+    for new, expected in ((20, [24, 24]), (4, [24, 24]), (60, [40, 40])):  # 4 + 14, 4 + 15, 4 + 30
+        forward(dense, random_ids(new, seed=new), cache)
+        assert cache.compact().physical_lengths == expected
+    cache.options = replace(cache.options, kept_fraction=1.0)
+    forward(dense, random_ids(3, seed=3), cache)
+    assert cache.compact().physical_lengths == [43, 43], "what was evicted is gone, and the last block is not full"
+
+
 def test_a_layer_cannot_get_back_what_it_evicted(dense, monkeypatch):
     """Its share grew, but all it has is what it held and what is new."""
     cache = prefilled(dense, random_ids(40), kept_fraction=0.5, growing=True)

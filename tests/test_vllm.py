@@ -39,6 +39,7 @@ from gatesight_hf.scoring import Scores
 from gatesight_hf.vllm import pages, worker
 from gatesight_hf.vllm.messages import Asked, OpenOptions
 from gatesight_hf.vllm.metrics import COUNTERS, SessionStats
+from gatesight_hf.vllm.paged import GateSightAttentionManager
 from gatesight_hf.vllm.pages import Pages
 from gatesight_hf.vllm.support import UnsupportedVLLMError, check_engine
 
@@ -261,6 +262,28 @@ def test_blocks_come_back(engine):
     with pytest.raises(RuntimeError, match="no such session"):
         engine.ask(one, QUESTIONS[:1], GREEDY)
     assert free_blocks(engine) == before
+
+
+@pytest.mark.parametrize("protected", [0, 3, 200])
+def test_a_protected_prefix_counts_into_the_blocks(engine, protected, monkeypatch):
+    copies: list[tuple[int, int]] = []
+    plain = GateSightAttentionManager.take_copies
+    monkeypatch.setattr(GateSightAttentionManager, "take_copies", lambda m: copies.extend(found := plain(m)) or found)
+    before, block = free_blocks(engine), scheduler(engine).connector._block_size
+    options = {"kept_fraction": 0.2, "protected_prefix": protected}
+    exact = engine.open(CONTEXT_IDS, **options, whole_blocks=False)
+    engine.drop(exact)
+    session = engine.open(CONTEXT_IDS, **options)
+    blocks = [math.ceil(kept / block) for kept in exact.kept]
+    assert session.kept == [n * block for n in blocks]
+    assert before - free_blocks(engine) == session.blocks == exact.blocks == 6 + sum(blocks)
+    engine.ask(session, QUESTIONS, GREEDY)
+    assert not copies, "a child copied a block that was not full"
+    engine.drop(session)
+    if protected == 3:
+        without = engine.open(CONTEXT_IDS, kept_fraction=0.2)
+        assert session.kept == without.kept and session.blocks == without.blocks
+        engine.drop(without)
 
 
 def test_a_prompt_that_does_not_begin_as_its_session_is_refused(engine):

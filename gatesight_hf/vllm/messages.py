@@ -50,7 +50,8 @@ class OpenOptions:
         protected_prefix, protected_suffix: Likewise.
         allocation: Likewise, without `global`.
         gate_exponent: Likewise.
-        whole_blocks: Round each layer up to whole blocks: it costs no memory, and children copy no partial block.
+        whole_blocks: Round each layer, its protected entries included, up to whole blocks: it costs no memory, and
+            children copy no partial block.
         scorer: Name of one of the engine's estimators, or of one of `METHODS`.
         scorer_options: Arguments of a method.
         empty: Drop the whole attention cache and keep the GDN states alone, as a control.
