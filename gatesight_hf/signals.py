@@ -181,7 +181,8 @@ def _by_name(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _decode(decoder: nn.Module, before: Any, hooks: int, *args: Any, **kwargs: Any) -> Any:
     """The forward of the decoder, which a GateSight cache follows, or takes back whatever ends it, Ctrl-C too."""
-    forward = before if before is not None else MethodType(type(decoder).forward, decoder)
+    # A partial, which dynamo can trace, as it cannot the making of a bound method.
+    forward = before if before is not None else partial(type(decoder).forward, decoder)
     sink = cache_of_call(kwargs)
     if not isinstance(sink, SignalSink):
         return forward(*args, **kwargs)

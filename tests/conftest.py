@@ -36,7 +36,7 @@ from transformers import (
     Qwen4ExpTextConfig,
 )
 
-from gatesight_hf import Estimator, EstimatorConfig, GateSightCache, Prefill
+from gatesight_hf import Estimator, EstimatorConfig, FrozenCache, GateSightCache, Prefill
 from gatesight_hf._compat import cache_argument, cache_of_call
 from gatesight_hf.attention import AttentionView, named_arguments
 from gatesight_hf.families import adapter_for
@@ -257,6 +257,8 @@ def forward(model: Any, ids: Tensor, cache: Any, **arguments: Any) -> Tensor:
 
 def as_new(ids: Tensor, cache: GateSightCache) -> dict[str, Tensor]:
     """Arguments of a `generate` that say that `ids` are new text."""
+    if isinstance(cache, FrozenCache):
+        cache._catch_up()
     rows = cache._tokens.mask(len(ids), ids)
     return {"attention_mask": torch.cat([rows, torch.ones_like(ids)], 1)}
 

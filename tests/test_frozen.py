@@ -111,7 +111,7 @@ def places(cache: FrozenCache) -> dict[str, Any]:
 def test_it_answers_as_a_fork_and_as_the_oracle(dense, attention, parent, oracle, question):
     expected, logits = oracle.steps(full(question), 8)
     for ids in (full(question), question):
-        tokens, found = steps(dense, ids, FrozenCache(parent, ROOM), 8)
+        tokens, found = steps(dense, ids, FrozenCache(parent, ROOM), 8, new=ids is question)
         assert torch.equal(tokens, expected)
         assert_same(found, logits)
     tokens, found = steps(dense, question, parent.fork(), 8, new=True)
@@ -181,7 +181,9 @@ def test_beams(dense, parent, options):
 @pytest.mark.core
 def test_one_cache_answers_a_batch_and_samples(dense, parent):
     batch = random_ids(6, rows=3, seed=9)
-    assert torch.equal(generate(dense, batch, FrozenCache(parent, ROOM), 6), generate(dense, batch, parent.fork(), 6))
+    assert torch.equal(
+        *(generate(dense, batch, cache, 6, new=True) for cache in (FrozenCache(parent, ROOM), parent.fork()))
+    )
     drawn = []
     for cache in (FrozenCache(parent, ROOM), parent.fork()):
         torch.manual_seed(5)
@@ -243,7 +245,7 @@ def test_nothing_moves_and_nothing_grows(dense, attention, parent):
     before = places(frozen)
     for question in QUESTIONS:
         forward(dense, question, frozen)
-    generate(dense, random_ids(2, seed=1), frozen, 8)
+    generate(dense, random_ids(2, seed=1), frozen, 8, new=True)
     assert places(frozen) == before
     held = frozen.attention_layers[0]
     assert held.stored_keys.shape[2] == parent.attention_layers[0].kept_length + ROOM
@@ -430,7 +432,7 @@ def test_what_a_frozen_cache_does_not_do_says_so(dense, parent, tmp_path):
             change()
     ids, mask = left_padded([random_ids(3), random_ids(5)])
     with pytest.raises(ValueError, match="separate forks"):
-        generate(dense, ids, frozen, attention_mask=mask)
+        generate(dense, ids, frozen, attention_mask=F.pad(mask, (43, 0), value=1))
     with pytest.raises(ValueError, match="attention_mask"):
         forward(dense, QUESTIONS[0], frozen, attention_mask=torch.ones(1, 3))
     dense.requires_grad_(True)

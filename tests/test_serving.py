@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -140,7 +141,7 @@ def test_a_conversation_goes_on_in_a_child(dense, parent, oracle):
     second = torch.cat([said, QUESTIONS[2]], 1)
     expected, logits = oracle.steps(second)
     for ids, cache in ((second, child), (second[:, twin.get_seq_length() :], twin)):
-        tokens, found = steps(dense, ids, cache)
+        tokens, found = steps(dense, ids, cache, new=cache is twin)
         assert torch.equal(tokens, expected)
         assert_same(found, logits)
 
@@ -166,8 +167,6 @@ def test_every_way_to_pass_a_question_is_the_same(dense, attention, parent, orac
     ways: dict[str, tuple[Tensor, dict[str, Any]]] = {
         "all ids": (full(question), {}),
         "all ids and mask": (full(question), {"attention_mask": ones(CONTEXT, question)}),
-        "new ids": (question, {}),
-        "new ids, their mask": (question, {"attention_mask": ones(question)}),
         "new ids, whole mask": (question, {"attention_mask": ones(CONTEXT, question)}),
     }
     tokens, logits = oracle.steps(full(question))
@@ -198,7 +197,7 @@ def test_beams_equal_the_oracle(dense, attention, parent, oracle, form):
     """transformers issue 42257: beams need the states reordered too."""
     options = {"num_beams": 3, "num_return_sequences": 2, "tokens": 6}
     ids = full(QUESTIONS[0]) if form == "all" else QUESTIONS[0]
-    found = generate(dense, ids, parent.fork(), **options)
+    found = generate(dense, ids, parent.fork(), new=form == "new", **options)
     assert found.shape == (2, 6)
     assert torch.equal(found, oracle.generate(full(QUESTIONS[0]), **options))
 
@@ -218,8 +217,8 @@ def test_sampling_with_a_seed_equals_the_oracle(dense, parent, oracle, sequences
 
     expected = sample(oracle.generate, full(QUESTIONS[0]))
     assert expected.shape == (sequences, 8)
-    for ids in (full(QUESTIONS[0]), QUESTIONS[0]):
-        assert torch.equal(sample(lambda *args, **kw: generate(dense, *args, **kw), ids, parent.fork()), expected)
+    for ids, new in ((full(QUESTIONS[0]), False), (QUESTIONS[0], True)):
+        assert torch.equal(sample(partial(generate, dense, new=new), ids, parent.fork()), expected)
 
 
 # -- several questions at once -----------------------------------------------------------------------------------------
@@ -234,21 +233,16 @@ def test_one_parent_answers_a_batch(dense, attention, parent, form):
     questions = [random_ids(6, seed=seed) for seed in range(3)]
     batch, options = torch.cat(questions), {"num_beams": 2} if form == "beams" else {}
     expected = torch.cat([generate(dense, full(question), parent.fork(), **options) for question in questions])
-    found = generate(dense, full(batch) if form == "all" else batch, parent.fork(), **options)
+    found = generate(dense, full(batch) if form == "all" else batch, parent.fork(), new=form != "all", **options)
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("form", ["their mask", "whole mask", "pad token of the model", "pad token of the call"])
-def test_padded_questions_are_refused_and_named(dense, attention, parent, form):
+def test_padded_questions_are_refused_and_named(dense, attention, parent):
     """A pad between context and question would decay GDN states and enter their convolutions."""
     ids, mask = left_padded(QUESTIONS)
-    whole = torch.cat([ones(CONTEXT).expand(3, -1), mask], 1)
-    arguments: dict[str, Any] = {"their mask": {"attention_mask": mask}, "whole mask": {"attention_mask": whole},
-                                 "pad token of the call": {"pad_token_id": PAD}}.get(form, {})  # fmt: skip
-    child = parent.fork()
-    padded = special_tokens(dense, PAD if form == "pad token of the model" else None)
-    with padded, pytest.raises(ValueError, match="separate forks"):
-        generate(dense, ids, child, **arguments)
+    child, whole = parent.fork(), torch.cat([ones(CONTEXT).expand(3, -1), mask], 1)
+    with pytest.raises(ValueError, match="separate forks"):
+        generate(dense, ids, child, attention_mask=whole)
     assert torch.equal(generate(dense, QUESTIONS[0], child, new=True), answers(dense, parent, QUESTIONS[:1]))
 
 
@@ -277,7 +271,7 @@ def test_a_ragged_parent_answers_for_each_row(dense, attention, form, per_row):
     if form == "all":
         given = {"attention_mask": F.pad(repeated, (0, 6), value=1)}
         batch = torch.cat([ids.repeat_interleave(per_row, 0), batch], 1)
-    found = generate(dense, batch, cache.fork(), **given)
+    found = generate(dense, batch, cache.fork(), new=form == "new", **given)
     for i, question in enumerate(questions):
         row = rows[i // per_row]
         alone = compacted(dense, row, kept_fraction=0.3)
