@@ -89,6 +89,6 @@ def without_seen_pictures(arguments: dict[str, Any], seen: int) -> dict[str, Any
     if kinds is not None and bool(kinds[:, seen:].any()):
         raise CacheStateError(
             "The ids repeat what this cache has seen and hold new images or videos: pass the new ids alone, with their "
-            "own pixel values, grids and mm_token_type_ids."
+            "own pixel values, grids and mm_token_type_ids, and an attention_mask over all seen and new tokens."
         )
     return {name: value for name, value in arguments.items() if name not in VISION_INPUTS}

@@ -27,6 +27,7 @@ from gatesight_hf.utility import continuation_utilities
 from .conftest import (
     FAMILIES,
     Oracle,
+    as_new,
     assert_same,
     cache_kwargs,
     compacted,
@@ -77,7 +78,9 @@ def test_beams_equal_the_oracle(any_model: Any, any_plain: Any) -> None:
     ids = random_ids(LENGTH)
     cache = compacted(any_model, ids, kept_fraction=0.4)
     options = {"max_new_tokens": 4, "num_beams": 3, "return_dict_in_generate": True, "output_scores": True}
-    found = any_model.generate(QUESTION, do_sample=False, **options, **cache_kwargs(any_model, cache.fork()))
+    found = any_model.generate(
+        QUESTION, do_sample=False, **options, **as_new(QUESTION, cache), **cache_kwargs(any_model, cache.fork())
+    )
     tokens = found.sequences[:, 5:]
     with Oracle(any_plain, evicted_of(cache, 0, LENGTH)) as oracle:
         logits = oracle.logits(ids, torch.cat([QUESTION, tokens[:, :-1]], dim=1))[0, -4:]

@@ -23,6 +23,7 @@ from .conftest import (
     VISION_END,
     VISION_START,
     Oracle,
+    as_new,
     assert_same,
     cache_kwargs,
     evicted_of,
@@ -116,6 +117,9 @@ def run(model: Any, cache: Any, **inputs: Tensor) -> Tensor:
 
 def tokens_of(model: Any, cache: Any, count: int = 5, **inputs: Any) -> tuple[Tensor, Tensor]:
     options = {"max_new_tokens": count, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    ids = inputs.get("input_ids")
+    if isinstance(cache, GateSightCache) and ids is not None and cache.get_seq_length() > ids.shape[1]:
+        options |= as_new(ids, cache)
     found = model.generate(**{**options, **inputs}, **cache_kwargs(model, cache))
     return found.sequences[:, -count:], torch.stack(found.logits, dim=1)
 
@@ -292,6 +296,7 @@ def test_beams_and_several_sequences(model: Any, plain: Any, options: dict[str, 
     cached(model, PICTURES)
     question = text_ids(4, 81)
     given = {"max_new_tokens": 5, "return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+    given |= as_new(question, cache)
     found = model.generate(question, **given, **{"do_sample": False, **options}, **cache_kwargs(model, cache.fork()))
     for r, tokens in enumerate(found.sequences[:, 4:]):
         with fresh(plain, PICTURE, evicted_of(cache, 0, PICTURE.ids.shape[1])) as full:
@@ -364,7 +369,7 @@ def test_new_images_among_ids_that_repeat_the_context_are_refused(model: Any) ->
     question = Prompt(before=2, grids=((4, 4),), after=3, seed=21)
     ids = torch.cat([PICTURE.ids, question.ids], dim=1)
     pixels = torch.cat([PICTURE.inputs["pixel_values"], question.inputs["pixel_values"]])
-    with pytest.raises(CacheStateError, match="pass the new ids alone"):
+    with pytest.raises(CacheStateError, match=r"new ids alone.*attention_mask"):
         model.generate(input_ids=ids, pixel_values=pixels, mm_token_type_ids=(ids == IMAGE).int(),
                        image_grid_thw=torch.tensor([[1, 4, 8], [1, 4, 4]]), **cache_kwargs(model, cache))  # fmt: skip
 
