@@ -212,7 +212,7 @@ def test_children_share_codes_and_scales(dense):
     names = ("kept_keys", "kept_values", "key_scales", "value_scales")
     before = [getattr(layer, name).clone() for layer in cache.attention_layers for name in names]
     child = cache.fork().fork()
-    generate(dense, random_ids(6, seed=9), child)
+    generate(dense, random_ids(6, seed=9), child, new=True)
     for mine, theirs in zip(child.attention_layers, cache.attention_layers, strict=True):
         assert all(getattr(mine, name).data_ptr() == getattr(theirs, name).data_ptr() for name in names)
     after = [getattr(layer, name) for layer in cache.attention_layers for name in names]
