@@ -164,8 +164,8 @@ class FrozenCache(GateSightCache):
             raise ValueError("The decoder needs input_ids or inputs_embeds.")
         ids = coming.get("input_ids") if ids is None else ids
         rows, length = new.shape[:2]
+        self._model.check(decoder)
         if not values_are_unknown():
-            self._model.check(decoder)
             self._admit(rows, length, model_inputs.get("attention_mask"))
         elif rows != self.batch_size:
             raise ValueError(f"A compiled step of a cache with {self.batch_size} rows was given {rows}.")
