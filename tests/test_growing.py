@@ -519,4 +519,4 @@ def test_generating_with_a_growing_cache_warns_of_nothing(dense):
     parent = compacted(dense, random_ids(CONTEXT), kept_fraction=0.3, growing=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        generate(dense, random_ids(5, seed=1), parent, tokens=3)
+        generate(dense, random_ids(5, seed=1), parent, tokens=3, new=True)
