@@ -89,7 +89,7 @@ def test_children_share_the_index_and_leave_it_alone(sparse):
     parent = compacted(sparse, row, kept_fraction=0.5)
     before = [tensor.clone() for tensor in index_of(parent)]
     answers = [generate(sparse, torch.cat([row, q], 1), parent.fork()) for q in questions]
-    generate(sparse, questions[0], parent.fork(), num_beams=3)
+    generate(sparse, questions[0], parent.fork(), new=True, num_beams=3)
     forward(sparse, questions[0].expand(2, -1), parent.fork().fork())
     for mine, theirs in zip(parent.fork().attention_layers, parent.attention_layers, strict=True):
         assert mine.block_keys.data_ptr() == theirs.block_keys.data_ptr()
