@@ -49,8 +49,8 @@ help:  ## list the targets
 demo: $(VENV)/.stamp-demo  ## run the demonstration on the bundled model
 	@$(VENV)/bin/gatesight demo
 
-test: lint  ## lint, then run the tests
-	@$(VENV)/bin/pytest
+test: lint  ## lint, then run the tests, on all cores
+	@$(VENV)/bin/pytest -n auto
 
 lint: $(VENV)/.stamp-test  ## ruff and mypy
 	@$(VENV)/bin/ruff check
@@ -60,7 +60,7 @@ lint: $(VENV)/.stamp-test  ## ruff and mypy
 test-compat: $(COMPAT)/.stamp-test $(VENV)/.stamp-test  ## the core tests with the oldest and the pinned transformers
 	@for venv in $(COMPAT) $(VENV); do \
 		$$venv/bin/python -c "import transformers as t; print('Core tests with transformers', t.__version__)" && \
-		$$venv/bin/pytest -m core || exit 1; \
+		$$venv/bin/pytest -n auto -m core || exit 1; \
 	done
 
 vllm: $(VLLM)/.stamp  ## an environment with vLLM on a CPU, in $(VLLM)
