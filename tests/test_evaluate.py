@@ -91,7 +91,7 @@ def test_every_cell_answers_as_a_fresh_cache_does(dense: Any, scorers: ScorerFac
         assert (cell.achieved_fraction, [cell.kept_per_layer]) == (report.achieved_fraction, report.kept_per_layer)
         assert cell.kv_bytes == report.kv_bytes, method.label
         for question, answer in zip(QUESTIONS, cell.answers, strict=True):
-            expected = generate(dense, torch.tensor([question]), cache.fork(), tokens=NEW)
+            expected = generate(dense, torch.tensor([question]), cache.fork(), tokens=NEW, new=True)
             assert list(answer.ids) == expected[0].tolist(), (method.label, cell.cell.kept_fraction)
             assert answer.stop == "length" and answer.text == scorers.tokenizer.decode(answer.ids, True).strip()
     assert len({str(answers) for answers in ids_of(result)}) > 10, "the methods keep the same: this test proves nothing"
