@@ -6,21 +6,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Ages are divided by the log of this length, so that inputs stay in [0, 1] up to a million tokens.
-AGE_SCALE = math.log1p(2**20)
+#: Steps of a context that logarithms of ages tell apart next to its ends. Part of the file format.
+AGE_STEPS = 1023
+AGE_SCALE = math.log1p(AGE_STEPS)
 NUM_AGES = 3
 
 
 def age_features(start: int, stop: int, length: int, device: torch.device | None = None) -> Tensor:
     """Ages of the tokens `start … stop-1` of a context of `length` tokens.
 
+    An age r is the share of the context that follows the token: 0 for the last one, 1 for the first. All three numbers
+    depend on r alone, so that an estimator reads the same numbers at the same place of a context of any length.
+
     Returns:
-        `[stop - start, 3]`, float32: age / length, log(1 + age) and log(1 + position), both divided by log(1 + 2^20).
-        The age of a token is the number of context tokens after it.
+        `[stop - start, 3]`, float32, each in [0, 1]: r, log(1 + s·r) / log(1 + s) and log(1 + s·(1 - r)) / log(1 + s),
+        with s = `AGE_STEPS`. The last two grow fastest next to the end and next to the start. In a context of s + 1
+        tokens they are the logarithms of age and position in tokens. A context of one token has r = 1 - r = 0.
     """
     position = torch.arange(start, stop, device=device)
-    age = (length - 1 - position).float()
-    return torch.stack([age / max(1, length), age.log1p() / AGE_SCALE, position.float().log1p() / AGE_SCALE], dim=-1)
+    last = max(1, length - 1)
+    age, position = (length - 1 - position).float() / last, position.float() / last
+    return torch.stack([age, (AGE_STEPS * age).log1p() / AGE_SCALE, (AGE_STEPS * position).log1p() / AGE_SCALE], dim=-1)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from ..packing import AGE_SCALE, PackedMLP
+from ..packing import AGE_SCALE, AGE_STEPS, PackedMLP
 
 #: Tokens of a program, and hidden units of all its heads together: larger tiles spill registers.
 BLOCK_T, BLOCK_N, BLOCK_F = 64, 128, 64
@@ -27,6 +27,7 @@ def score_entries_kernel(
     out_ptr,
     T,
     START,
+    age_steps,
     inverse_age_scale,
     SIZES: tl.constexpr,
     H: tl.constexpr,
@@ -80,13 +81,15 @@ def score_entries_kernel(
         first += SIZES[i]
 
     if HAS_AGES:
-        b_age = (T - 1 - o_t).to(tl.float32)
+        last = tl.maximum(START + T - 1, 1).to(tl.float32)
+        b_age = tl.maximum(T - 1 - o_t, 0).to(tl.float32) / last
+        b_position = (START + o_t).to(tl.float32) / last
         b_w0 = tl.load(age_weight_ptr + o_c, mask=m_n, other=0.0)
         b_w1 = tl.load(age_weight_ptr + H * W + o_c, mask=m_n, other=0.0)
         b_w2 = tl.load(age_weight_ptr + 2 * H * W + o_c, mask=m_n, other=0.0)
-        b_sum += (b_age / (START + T))[:, None] * b_w0[None, :]
-        b_sum += (tl.log(1.0 + tl.maximum(b_age, 0.0)) * inverse_age_scale)[:, None] * b_w1[None, :]
-        b_sum += (tl.log(1.0 + (START + o_t).to(tl.float32)) * inverse_age_scale)[:, None] * b_w2[None, :]
+        b_sum += b_age[:, None] * b_w0[None, :]
+        b_sum += (tl.log(1.0 + age_steps * b_age) * inverse_age_scale)[:, None] * b_w1[None, :]
+        b_sum += (tl.log(1.0 + age_steps * b_position) * inverse_age_scale)[:, None] * b_w2[None, :]
     b_out = tl.load(weight_out_ptr + o_c, mask=m_n, other=0.0)
     b_hidden = 0.5 * b_sum * (1.0 + tl.erf(b_sum * 0.7071067811865476)) * b_out[None, :]
     b_score = tl.sum(tl.reshape(b_hidden, (BT, BH, BW)), axis=2)
@@ -141,6 +144,7 @@ def score_entries_triton(blocks: Sequence[Tensor], mlp: PackedMLP, first: int = 
         out,
         length,
         first,
+        float(AGE_STEPS),
         1 / AGE_SCALE,
         SIZES=tuple(block.shape[1] for block in blocks),
         HAS_AGES=mlp.age_weight is not None,
