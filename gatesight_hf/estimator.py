@@ -68,7 +68,7 @@ class EstimatorConfig(MLPConfig):
         """Read a configuration strictly.
 
         Raises:
-            ValueError: Older or newer format, missing or unknown keys, other signals than this version computes, wrong sizes.
+            ValueError: Another format, missing or unknown keys, other signals than this version computes, wrong sizes.
         """
         if "kind" in data:
             raise ValueError(f"{CONFIG_NAME} is that of a scorer of kind {data['kind']!r}, not of an estimator.")

@@ -26,8 +26,8 @@ from .scoring import Needs, Prefill
 from .tensor_files import JSON_LIMIT, TensorFile, TensorInfo, parse_json
 
 CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
-#: Of `config.json`. In format 1 two of the ages were logarithms of tokens, scaled by a constant; in 2 all are relative to
-#: the context's length.
+#: Of `config.json`. In 1 two of the ages were logarithms of tokens, scaled by a constant; in 2 all are relative to the
+#: context's length.
 FORMAT_VERSION = 2
 #: More than any model has; bounds what a configuration makes us allocate.
 MOST_LAYERS = 4096
