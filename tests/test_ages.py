@@ -129,7 +129,8 @@ def test_what_is_committed_was_measured_with_the_bundled_estimator():
     assert COMMITTED["fitted_is_bundled"]
     metrics: dict[str, Any] = json.loads((ages.ESTIMATOR_PATH / "metrics.json").read_text())
     own = COMMITTED["overlap@10"][str(COMMITTED["length"])][ages.NEW]
-    assert own == {name: row["overlap@10"] for name, row in metrics["held_out"].items() if name in own}
+    held_out = {name: row["overlap@10"] for name, row in metrics["held_out"].items() if name in own}
+    assert own == pytest.approx(held_out, abs=1e-3)
 
 
 def test_new_ages_stay_where_training_saw_them():

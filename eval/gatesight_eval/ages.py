@@ -188,7 +188,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         change[name] = {str(times): changed(estimator, ages, first.held_out, times) for times in args.times}
         inputs[name] = {str(length): standardised(estimator, ages, length) for length in LENGTHS}
         if name == NEW and config == bundled.config:
-            is_bundled = all(torch.equal(bundled.tensors[key], tensor) for key, tensor in estimator.tensors.items())
+            # Processors round differently; whatever is trained otherwise is far off.
+            pairs = [(bundled.tensors[key], tensor) for key, tensor in estimator.tensors.items()]
+            is_bundled = all(torch.allclose(*pair, rtol=1e-3, atol=1e-4) for pair in pairs)
     model, tokenizer = load_named(REFERENCE, None)
     return {
         "model": first.name,
