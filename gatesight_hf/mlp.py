@@ -26,7 +26,7 @@ from .scoring import Needs, Prefill
 from .tensor_files import JSON_LIMIT, TensorFile, TensorInfo, parse_json
 
 CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
-#: Of `config.json`. In 1 two of the ages were logarithms of tokens, scaled by a constant; in 2 all are relative to the
+#: Of `config.json`. In 1 two of the ages were logarithms of tokens, scaled by a constant; in 2 all are scaled by the
 #: context's length.
 FORMAT_VERSION = 2
 #: More than any model has; bounds what a configuration makes us allocate.

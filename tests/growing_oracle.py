@@ -177,9 +177,9 @@ class Talk:
 
 def rated(scorer: Any, ordinal: int, inputs: Tensor, start: int, stop: int) -> Tensor:
     """The formula of MLP scorers for the tokens `start … stop-1` of `stop` that were said, `[H, stop - start]`."""
-    position, scale = torch.arange(start, stop) / max(1, stop - 1), math.log(1024)
-    age = torch.arange(stop - 1 - start, -1, -1) / max(1, stop - 1)
-    ages = torch.stack([age, (1 + 1023 * age).log() / scale, (1 + 1023 * position).log() / scale], 1)
+    position = torch.arange(start, stop).float()
+    age, oldest, scale = stop - 1 - position, max(1, stop - 1), math.log(max(2, stop))
+    ages = torch.stack([age / oldest, (1 + age).log() / scale, (1 + position).log() / scale], 1)
     inputs = torch.cat([inputs[start:stop], ages], 1)
     w = {name: scorer.tensors[f"layers.{ordinal}.{name}"] for name in
          ("input_mean", "input_std", "weight_in", "bias_in", "weight_out", "bias_out")}  # fmt: skip

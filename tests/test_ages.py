@@ -60,8 +60,8 @@ def test_old_ages_are_those_of_the_first_format():
 
 
 def test_all_scales_but_the_first_agree_at_1024_tokens():
-    own, new = (ages.SCALES[name][0](0, 1024, 1024) for name in (ages.OWN, ages.NEW))
-    torch.testing.assert_close(own, new)
+    new, shares = (ages.SCALES[name][0](0, 1024, 1024) for name in (ages.NEW, ages.SHARES))
+    torch.testing.assert_close(new, shares)
 
 
 def test_places_are_part_of_the_longer_context():
@@ -92,9 +92,8 @@ def test_changes_are_those_of_the_best_tenth(estimator, shards):
     assert min(found.values()) > 0.05
 
 
-def test_nothing_changes_with_relative_ages_and_at_the_same_length(estimator, shards):
-    new = ages.SCALES[ages.NEW][0]
-    assert ages.changed(estimator, new, shards, 256)["spread over it"] < 0.01
+def test_nothing_changes_with_shares_of_the_context_and_at_the_same_length(estimator, shards):
+    assert ages.changed(estimator, ages.shares, shards, 256)["spread over it"] < 0.01
     for scale, _ in ages.SCALES.values():
         assert ages.changed(estimator, scale, shards, 1) == dict.fromkeys(ages.PLACES, 0)
 

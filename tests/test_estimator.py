@@ -60,8 +60,8 @@ def plain_score(estimator: Estimator, prefill: Prefill, ordinal: int, row: int, 
     for i in range(length):
         slot = prefill.signals[0].shape[1] - length + i
         inputs = [prefill.signals[g][row, slot, k] for g in config.gdn_windows[ordinal] for k in range(3)]
-        age, position, scale = (length - 1 - i) / max(1, length - 1), i / max(1, length - 1), math.log(1024)
-        ages = torch.tensor([age, math.log(1 + 1023 * age) / scale, math.log(1 + 1023 * position) / scale]).double()
+        age, oldest, scale = length - 1 - i, max(1, length - 1), math.log(max(2, length))
+        ages = torch.tensor([age / oldest, math.log(1 + age) / scale, math.log(1 + i) / scale], dtype=torch.float64)
         x = torch.cat([torch.cat(inputs).double(), ages])
         x = (x - part["input_mean"]) / part["input_std"]
         hidden = x @ part["weight_in"][head] + part["bias_in"][head]

@@ -57,17 +57,11 @@ def test_each_input_stands_where_its_name_says(dtype):
         assert torch.equal(column, signals[layer][:, kind, head].float())
 
 
-@pytest.mark.parametrize("length", [2, 5, 1000, 1024, 5000])
+@pytest.mark.parametrize("length", [2, 3, 5, 1000, 5000])
 def test_ages_count_from_both_ends(length):
-    scale, ages = math.log(1024), [(length - 1 - i) / (length - 1) for i in range(length)]
-    rows = [[r, math.log(1 + 1023 * r) / scale, math.log(1 + 1023 * (1 - r)) / scale] for r in ages]
+    scale, last = math.log(length), length - 1
+    rows = [[(last - i) / last, math.log(length - i) / scale, math.log(1 + i) / scale] for i in range(length)]
     torch.testing.assert_close(age_features(0, length, length), torch.tensor(rows), rtol=1e-6, atol=1e-7)
-
-
-def test_in_a_context_of_1024_tokens_logarithms_are_those_of_tokens():
-    expected = torch.arange(1, 1025).log() / math.log(1024)
-    torch.testing.assert_close(age_features(0, 1024, 1024)[:, 1], expected.flip(0), rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(age_features(0, 1024, 1024)[:, 2], expected, rtol=1e-6, atol=1e-7)
 
 
 @given(first=st.integers(0, 2**24), tokens=st.integers(1, 3000))
@@ -99,10 +93,11 @@ def test_ages_of_any_tokens_of_any_context(start, tokens, more):
     assert torch.equal(ages, whole[start : start + tokens])
 
 
-@pytest.mark.parametrize("times", [2, 4, 256])
-def test_the_same_place_of_a_longer_context_has_the_same_ages(times):
-    short, long = age_features(0, 1025, 1025), age_features(0, 1024 * times + 1, 1024 * times + 1)
-    torch.testing.assert_close(long[::times], short, rtol=1e-6, atol=1e-7)
+@pytest.mark.parametrize("length", [2, 3, 1000, 2**15, 2**18, 2**20])
+def test_both_ends_have_the_same_ages_at_any_length(length):
+    """So that no length leaves what an estimator was trained on."""
+    assert age_features(0, 1, length).tolist() == [[1, 1, 0]]
+    assert age_features(length - 1, length, length).tolist() == [[0, 0, 1]]
 
 
 def test_ages_of_a_million_tokens_stay_within_one_and_tell_neighbours_apart():

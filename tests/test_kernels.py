@@ -139,9 +139,9 @@ def test_gates(case, layout, device, monkeypatch):
 
 def plain_scores(dtype: torch.dtype, x: Tensor, ages: bool, *parameters: Tensor, first: int = 0) -> Tensor:
     """Standardise, linear, GELU, linear, head after head."""
-    position = (first + torch.arange(len(x), dtype=torch.float64)) / max(1, first + len(x) - 1)
-    age, scale = 1 - position if first + len(x) > 1 else position, math.log(1024)
-    of_age = torch.stack([age, (1 + 1023 * age).log() / scale, (1 + 1023 * position).log() / scale], dim=1)
+    position, oldest = first + torch.arange(len(x), dtype=torch.float64), max(1, first + len(x) - 1)
+    age, scale = first + len(x) - 1 - position, math.log(1 + oldest)
+    of_age = torch.stack([age / oldest, (1 + age).log() / scale, (1 + position).log() / scale], dim=1)
     x = torch.cat([x.to(dtype), of_age.to(dtype)], dim=1) if ages else x.to(dtype)
     weight_in, bias_in, weight_out, bias_out, mean, std = (tensor.to(dtype) for tensor in parameters)
     x = (x - mean) / std

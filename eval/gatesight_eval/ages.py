@@ -46,18 +46,23 @@ def constant_scale(start: int, stop: int, length: int) -> Tensor:
     return torch.stack([age / max(1, length), age.log1p() / scale, position.float().log1p() / scale], dim=-1)
 
 
-def own_logarithms(start: int, stop: int, length: int) -> Tensor:
-    """Not taken: logarithms of age and position over that of the context's own length."""
-    position, last = torch.arange(start, stop), max(1, length - 1)
-    age, scale = (length - 1 - position).float(), math.log1p(last)
-    return torch.stack([age / last, age.log1p() / scale, position.float().log1p() / scale], dim=-1)
+def shares(start: int, stop: int, length: int) -> Tensor:
+    """Not taken: the age's share of the context, and logarithms of that and of the position's; alike at all lengths.
+
+    At 1,024 tokens it is format 2.
+    """
+    position, oldest, steps = torch.arange(start, stop), max(1, length - 1), 1023
+    age, position = (length - 1 - position).float() / oldest, position.float() / oldest
+    return torch.stack([age, (steps * age).log1p(), (steps * position).log1p()], dim=-1) / torch.tensor(
+        [1.0, math.log1p(steps), math.log1p(steps)]
+    )
 
 
-OLD, OWN, NEW = "format 1", "own logarithms", "format 2"
+OLD, NEW, SHARES = "format 1", "format 2", "shares"
 SCALES: dict[str, tuple[Ages, str]] = {
     OLD: (constant_scale, "logarithms of age and position over that of 2^20 tokens"),
-    OWN: (own_logarithms, "logarithms of age and position over that of the context's length"),
-    NEW: (age_features, "logarithms of the age's and the position's share of the context"),
+    NEW: (age_features, "logarithms of age and position over that of the context's length"),
+    SHARES: (shares, "not taken: logarithms of what share of the context age and position are"),
 }
 
 

@@ -6,27 +6,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Steps of a context that logarithms of ages tell apart next to its ends. Part of the file format.
-AGE_STEPS = 1023
-AGE_SCALE = math.log1p(AGE_STEPS)
 NUM_AGES = 3
+
+
+def age_scales(length: int) -> tuple[int, float]:
+    """What ages are divided by in a context of `length` tokens: the largest age, and log(1 + it). Never zero."""
+    oldest = max(1, length - 1)
+    return oldest, math.log1p(oldest)
 
 
 def age_features(start: int, stop: int, length: int, device: torch.device | None = None) -> Tensor:
     """Ages of the tokens `start … stop-1` of a context of `length` tokens.
 
-    An age r is the share of the context that follows the token: 0 for the last one, 1 for the first. All three numbers
-    depend on r alone, so that an estimator reads the same numbers at the same place of a context of any length.
+    The age of a token is the number of context tokens after it. All three numbers are scaled by the context's own
+    length, so that none leaves at a longer one what an estimator was trained on. Part of the file format.
 
     Returns:
-        `[stop - start, 3]`, float32, each in [0, 1]: r, log(1 + s·r) / log(1 + s) and log(1 + s·(1 - r)) / log(1 + s),
-        with s = `AGE_STEPS`. The last two grow fastest next to the end and next to the start. In a context of s + 1
-        tokens they are the logarithms of age and position in tokens. A context of one token has r = 1 - r = 0.
+        `[stop - start, 3]`, float32, each in [0, 1]: age / (length - 1), and log(1 + age) and log(1 + position), both
+        divided by log(length). They are 0 in a context of one token.
     """
     position = torch.arange(start, stop, device=device)
-    last = max(1, length - 1)
-    age, position = (length - 1 - position).float() / last, position.float() / last
-    return torch.stack([age, (AGE_STEPS * age).log1p() / AGE_SCALE, (AGE_STEPS * position).log1p() / AGE_SCALE], dim=-1)
+    age, position = (length - 1 - position).float(), position.float()
+    oldest, log_oldest = age_scales(length)
+    ages = torch.stack([age / oldest, age.log1p() / log_oldest, position.log1p() / log_oldest], dim=-1)
+    return ages.clamp_max_(1)  # logarithms are rounded
 
 
 @dataclass(frozen=True)
