@@ -14,10 +14,9 @@ from .cards import estimator_card
 from .features import AGES, SIGNALS
 from .hub import Upload, check_repo_id, push
 from .hybrid import HybridSpec
-from .mlp import CONFIG_NAME, MLPConfig, MLPScorer
+from .mlp import CONFIG_NAME, FORMAT_VERSION, MLPConfig, MLPScorer, check_format
 from .scoring import Needs, Prefill
 
-FORMAT_VERSION = 1
 COMMIT_MESSAGE = "GateSight estimator"
 
 
@@ -69,16 +68,11 @@ class EstimatorConfig(MLPConfig):
         """Read a configuration strictly.
 
         Raises:
-            ValueError: Newer format, missing or unknown keys, other signals than this version computes, wrong sizes.
+            ValueError: Another format, missing or unknown keys, other signals than this version computes, wrong sizes.
         """
         if "kind" in data:
             raise ValueError(f"{CONFIG_NAME} is that of a scorer of kind {data['kind']!r}, not of an estimator.")
-        version = data.get("format_version")
-        if type(version) is not int or version != FORMAT_VERSION:
-            raise ValueError(
-                f"Estimator format {version!r}; this gatesight_hf reads format {FORMAT_VERSION}. Upgrade gatesight_hf, "
-                "or choose another revision of the estimator."
-            )
+        check_format("Estimator", data.get("format_version"))
         names = {f.name for f in fields(cls)}
         if set(data) != names:
             raise ValueError(

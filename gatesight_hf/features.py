@@ -13,6 +13,7 @@ from gatesight_kernels import age_features
 
 #: Order of the three signals in a recorded tensor `[B, T, 3, HV]` and in the input vector.
 SIGNALS = ("write_gate", "log_decay", "write_magnitude")
+#: What `age_features` gives, in its order.
 AGES = ("relative_age", "log_age", "log_position")
 
 

@@ -26,11 +26,35 @@ from .scoring import Needs, Prefill
 from .tensor_files import JSON_LIMIT, TensorFile, TensorInfo, parse_json
 
 CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
+#: Of `config.json`. In 1 two of the ages were logarithms of tokens, scaled by a constant; in 2 all are scaled by the
+#: context's length.
+FORMAT_VERSION = 2
 #: More than any model has; bounds what a configuration makes us allocate.
 MOST_LAYERS = 4096
 
 
 M = TypeVar("M", bound="MLPConfig")
+
+
+def check_format(kind: str, version: Any) -> None:
+    """Raises ValueError unless a configuration's version is the one that is read here.
+
+    Args:
+        kind: What the configuration is of, to begin the message with.
+        version: What it says, of any type.
+    """
+    if type(version) is int and version == FORMAT_VERSION:
+        return
+    if type(version) is int and version == 1:
+        raise ValueError(
+            f"{kind} format 1 scales ages by a constant; this gatesight_hf reads format {FORMAT_VERSION}, which scales "
+            "them by the context's length. Train it again with `gatesight train` (what its --data folder holds stays "
+            "good), choose a newer revision of it, or use the older gatesight_hf that it was made with."
+        )
+    raise ValueError(
+        f"{kind} format {version!r}; this gatesight_hf reads format {FORMAT_VERSION}. Upgrade gatesight_hf, or choose "
+        "another revision of the estimator."
+    )
 
 
 class MLPConfig(ABC):

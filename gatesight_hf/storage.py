@@ -146,9 +146,11 @@ class CacheFile:
         difference = self.saved.identity.difference(wanted)
         if difference is not None:
             name, own, text = difference
+            # One of an older format cannot be loaded, and is not missed: what is kept was chosen before.
+            without = "without one, as answers need none, or " if name == "scorer" else ""
             raise SessionMismatchError(
                 f"{self._path}: saved with another {name}: {_short(own)} in the file, {_short(text)} given. Load it "
-                "with what it was saved with, or prefill the document again."
+                f"{without}with what it was saved with, or prefill the document again."
             )
 
     def load_layers(self, layers: Sequence[Layer], device: torch.device) -> SavedCache:

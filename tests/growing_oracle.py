@@ -180,8 +180,8 @@ class Talk:
 def rated(scorer: Any, ordinal: int, inputs: Tensor, start: int, stop: int) -> Tensor:
     """The formula of MLP scorers for the tokens `start … stop-1` of `stop` that were said, `[H, stop - start]`."""
     position = torch.arange(start, stop).float()
-    age, scale = stop - 1 - position, math.log(1 + 2**20)
-    ages = torch.stack([age / stop, (1 + age).log() / scale, (1 + position).log() / scale], 1)
+    age, oldest, scale = stop - 1 - position, max(1, stop - 1), math.log(max(2, stop))
+    ages = torch.stack([age / oldest, (1 + age).log() / scale, (1 + position).log() / scale], 1)
     inputs = torch.cat([inputs[start:stop], ages], 1)
     w = {name: scorer.tensors[f"layers.{ordinal}.{name}"] for name in
          ("input_mean", "input_std", "weight_in", "bias_in", "weight_out", "bias_out")}  # fmt: skip

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gatesight_kernels
 from gatesight_hf import Estimator, EstimatorConfig, EstimatorMismatchError, GateSightCache, Prefill, Scorer
 from gatesight_hf.hybrid import HybridSpec
+from gatesight_hf.methods.hidden import HiddenStateConfig, HiddenStateScorer
 
 from .conftest import random_config, random_estimator, random_tensors, tiny_model
 
@@ -59,8 +60,8 @@ def plain_score(estimator: Estimator, prefill: Prefill, ordinal: int, row: int, 
     for i in range(length):
         slot = prefill.signals[0].shape[1] - length + i
         inputs = [prefill.signals[g][row, slot, k] for g in config.gdn_windows[ordinal] for k in range(3)]
-        age, scale = length - 1 - i, math.log(1 + 2**20)
-        ages = torch.tensor([age / length, math.log(1 + age) / scale, math.log(1 + i) / scale], dtype=torch.float64)
+        age, oldest, scale = length - 1 - i, max(1, length - 1), math.log(max(2, length))
+        ages = torch.tensor([age / oldest, math.log(1 + age) / scale, math.log(1 + i) / scale], dtype=torch.float64)
         x = torch.cat([torch.cat(inputs).double(), ages])
         x = (x - part["input_mean"]) / part["input_std"]
         hidden = x @ part["weight_in"][head] + part["bias_in"][head]
@@ -214,11 +215,34 @@ def test_a_config_that_is_no_json_object_is_refused(saved, text):
         Estimator.from_pretrained(saved)
 
 
-@pytest.mark.parametrize("version", [0, 2, 99, "1", None, "DELETE"])
+@pytest.mark.parametrize("version", [0, 3, 99, "1", "2", True, None, "DELETE"])
 def test_another_format_is_refused(saved, version):
     change_config(saved, format_version=version)
     with pytest.raises(ValueError, match=r"format .*Upgrade gatesight_hf"):
         Estimator.from_pretrained(saved)
+
+
+#: What an estimator with ages of another scale is answered: what is wrong with it, and all ways on.
+OLDER = r"format 1 scales ages by a constant.*`gatesight train`.*--data.*newer revision.*older gatesight_hf"
+
+
+def test_the_older_format_says_to_train_again(saved):
+    change_config(saved, format_version=1)
+    with pytest.raises(ValueError, match=rf"^Estimator {OLDER}"):
+        Estimator.from_pretrained(saved)
+
+
+@pytest.mark.parametrize(("version", "match"), [
+    ("DELETE", rf"^Hidden-state scorer {OLDER}"), (1, rf"^Hidden-state scorer {OLDER}"),
+    (3, r"^Hidden-state scorer format 3.*Upgrade gatesight_hf"), (None, r"format None.*Upgrade gatesight_hf"),
+])  # fmt: skip
+def test_other_formats_of_the_scorer_on_hidden_states(dense, tmp_path, version, match):
+    config = HiddenStateConfig.for_model(HybridSpec.from_config(dense.config), "tiny", 64, hidden_size=8)
+    HiddenStateScorer(config, random_tensors(config)).save_pretrained(tmp_path)
+    assert HiddenStateScorer.from_pretrained(tmp_path).config == config
+    change_config(tmp_path, format_version=version)
+    with pytest.raises(ValueError, match=match):
+        HiddenStateScorer.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(("key", "value"), [("new_option", 1), ("window", "DELETE"), ("fingerprint", "DELETE")])

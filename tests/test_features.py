@@ -5,6 +5,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from gatesight_hf.features import AGES, SIGNALS, assemble, feature_names
 from gatesight_kernels import age_features
@@ -55,11 +57,47 @@ def test_each_input_stands_where_its_name_says(dtype):
         assert torch.equal(column, signals[layer][:, kind, head].float())
 
 
-@pytest.mark.parametrize("length", [1, 2, 5, 1000])
+@pytest.mark.parametrize("length", [2, 3, 5, 1000, 5000])
 def test_ages_count_from_both_ends(length):
-    scale = math.log(1 + 2**20)
-    rows = [[(length - 1 - i) / length, math.log(length - i) / scale, math.log(1 + i) / scale] for i in range(length)]
+    scale, last = math.log(length), length - 1
+    rows = [[(last - i) / last, math.log(length - i) / scale, math.log(1 + i) / scale] for i in range(length)]
     torch.testing.assert_close(age_features(0, length, length), torch.tensor(rows), rtol=1e-6, atol=1e-7)
+
+
+@given(first=st.integers(0, 2**24), tokens=st.integers(1, 3000))
+@example(first=0, tokens=1)
+@example(first=1, tokens=1)
+@example(first=2**24, tokens=1)
+@settings(deadline=None)
+def test_ages_lie_between_zero_and_one_and_fall_with_position(first, tokens):
+    """Any tokens at the end of what was seen: what a growing cache rates."""
+    length = first + tokens
+    ages = age_features(first, length, length)
+    assert ages.shape == (tokens, 3)
+    assert ages.dtype == torch.float32
+    assert ages.min() >= 0
+    assert ages.max() <= 1
+    assert ages[-1, :2].tolist() == [0, 0], "the last token has age 0"
+    assert ages[-1, 2] == (0 if length == 1 else 1)
+    assert (ages.diff(dim=0)[:, :2] <= 0).all()
+    assert (ages.diff(dim=0)[:, 2] >= 0).all()
+
+
+@given(start=st.integers(0, 2**20), tokens=st.integers(0, 300), more=st.integers(0, 2**20))
+@settings(deadline=None)
+def test_ages_of_any_tokens_of_any_context(start, tokens, more):
+    """What comes after them counts: `more` tokens."""
+    ages = age_features(start, start + tokens, start + tokens + more)
+    assert bool(((ages >= 0) & (ages <= 1)).all())
+    whole = age_features(0, start + tokens + more, start + tokens + more)
+    assert torch.equal(ages, whole[start : start + tokens])
+
+
+@pytest.mark.parametrize("length", [2, 3, 1000, 2**15, 2**18, 2**20])
+def test_both_ends_have_the_same_ages_at_any_length(length):
+    """So that no length leaves what an estimator was trained on."""
+    assert age_features(0, 1, length).tolist() == [[1, 1, 0]]
+    assert age_features(length - 1, length, length).tolist() == [[0, 0, 1]]
 
 
 def test_ages_of_a_million_tokens_stay_within_one_and_tell_neighbours_apart():
@@ -70,6 +108,10 @@ def test_ages_of_a_million_tokens_stay_within_one_and_tell_neighbours_apart():
     assert ages[:, 1].tolist() == sorted(ages[:, 1].tolist(), reverse=True)
     assert len(set(ages[:, 1].tolist())) == 3
     assert age_features(0, 1, length).isfinite().all()
+
+
+def test_a_context_of_one_token_is_its_own_start_and_end():
+    assert age_features(0, 1, 1).tolist() == [[0, 0, 0]]
 
 
 def test_an_empty_context_has_no_ages():

@@ -137,12 +137,11 @@ def test_gates(case, layout, device, monkeypatch):
 # -- score_entries -----------------------------------------------------------------------------------------------------
 
 
-def plain_scores(dtype: torch.dtype, x: Tensor, ages: bool, *parameters: Tensor) -> Tensor:
+def plain_scores(dtype: torch.dtype, x: Tensor, ages: bool, *parameters: Tensor, first: int = 0) -> Tensor:
     """Standardise, linear, GELU, linear, head after head."""
-    length = len(x)
-    position = torch.arange(length, dtype=torch.float64)
-    age, scale = length - 1 - position, math.log(1 + 2**20)
-    of_age = torch.stack([age / length, (1 + age).log() / scale, (1 + position).log() / scale], dim=1)
+    position, oldest = first + torch.arange(len(x), dtype=torch.float64), max(1, first + len(x) - 1)
+    age, scale = first + len(x) - 1 - position, math.log(1 + oldest)
+    of_age = torch.stack([age / oldest, (1 + age).log() / scale, (1 + position).log() / scale], dim=1)
     x = torch.cat([x.to(dtype), of_age.to(dtype)], dim=1) if ages else x.to(dtype)
     weight_in, bias_in, weight_out, bias_out, mean, std = (tensor.to(dtype) for tensor in parameters)
     x = (x - mean) / std
@@ -209,6 +208,17 @@ def test_the_last_tokens_of_a_context_are_scored_as_in_the_whole(dtype, first, d
     torch.testing.assert_close(found, kernels.score_entries(blocks, mlp)[:, first:], rtol=1e-5, atol=1e-5)
     at_start = kernels.score_entries([block[first:] for block in blocks], mlp)
     assert (found - at_start).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("first", "length"), [(0, 1), (1, 1), (5000, 70), (2**20 - 70, 70), (2**24, 3)])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.usefixtures("backend")
+def test_what_comes_late_in_a_long_context(dtype, first, length, device):
+    blocks, parameters = score_inputs((length, 4, (2, 1), 2, 16, True, "usual", dtype), device)
+    mlp = kernels.pack_mlp(*parameters, ages=True, dtype=kernels.packed_dtype(blocks[0]), device=device)
+    x, (exact, rounded) = torch.cat(blocks, dim=1).cpu(), (torch.float64, dtype)
+    expected, same = (plain_scores(of, x, True, *parameters, first=first) for of in (exact, rounded))
+    check(kernels.score_entries(blocks, mlp, first), expected, same)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..features import AGES
 from ..hybrid import HybridSpec
-from ..mlp import CONFIG_NAME, MLPConfig, MLPScorer
+from ..mlp import CONFIG_NAME, FORMAT_VERSION, MLPConfig, MLPScorer, check_format
 from ..scoring import Needs, Prefill
 
 KIND = "hidden_states"
@@ -27,6 +27,7 @@ class HiddenStateConfig(MLPConfig):
         model_width: C, channels of a hidden state.
         hidden_size: Width of the MLPs' hidden layer.
         kind: Tells this format from others.
+        format_version: Of this file.
     """
 
     base_model: str
@@ -36,6 +37,7 @@ class HiddenStateConfig(MLPConfig):
     model_width: int
     hidden_size: int = 64
     kind: str = KIND
+    format_version: int = FORMAT_VERSION
 
     @classmethod
     def for_model(
@@ -52,6 +54,9 @@ class HiddenStateConfig(MLPConfig):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "HiddenStateConfig":
+        if data.get("kind") == KIND:
+            # Format 1 did not say its version.
+            check_format("Hidden-state scorer", data.get("format_version", 1))
         names = {f.name for f in fields(cls)}
         if set(data) != names or data["kind"] != KIND:
             raise ValueError(

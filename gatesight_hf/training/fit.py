@@ -221,6 +221,7 @@ def fit(
     held_out: Sequence[Path],
     options: FitOptions,
     hidden_config: HiddenStateConfig | None = None,
+    inputs_of: InputFunction | None = None,
 ) -> Fitted:
     """Fit the estimator and its baselines, and measure all of them on held-out documents.
 
@@ -229,8 +230,9 @@ def fit(
         train, held_out: Shards.
         options: Of training.
         hidden_config: Of the scorer on hidden states, if they were collected and it is to be fitted too.
+        inputs_of: Other inputs than `signal_inputs`, for measurements: as many, ages last.
     """
-    inputs_of = signal_inputs(config)
+    inputs_of = inputs_of or signal_inputs(config)
     moments = gather_moments(inputs_of, train)
     mlps = fit_mlps(inputs_of, config.hidden_size, train, moments, options, label="fit mlp")
     age = slice(-len(AGES), None)

@@ -6,21 +6,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Ages are divided by the log of this length, so that inputs stay in [0, 1] up to a million tokens.
-AGE_SCALE = math.log1p(2**20)
 NUM_AGES = 3
+
+
+def age_scales(length: int) -> tuple[int, float]:
+    """What ages are divided by in a context of `length` tokens: the largest age, and log(1 + it). Never zero."""
+    oldest = max(1, length - 1)
+    return oldest, math.log1p(oldest)
 
 
 def age_features(start: int, stop: int, length: int, device: torch.device | None = None) -> Tensor:
     """Ages of the tokens `start … stop-1` of a context of `length` tokens.
 
+    The age of a token is the number of context tokens after it. All three numbers are scaled by the context's own
+    length, so that none leaves at a longer one what an estimator was trained on. Part of the file format.
+
     Returns:
-        `[stop - start, 3]`, float32: age / length, log(1 + age) and log(1 + position), both divided by log(1 + 2^20).
-        The age of a token is the number of context tokens after it.
+        `[stop - start, 3]`, float32, each in [0, 1]: age / (length - 1), and log(1 + age) and log(1 + position), both
+        divided by log(length). They are 0 in a context of one token.
     """
     position = torch.arange(start, stop, device=device)
-    age = (length - 1 - position).float()
-    return torch.stack([age / max(1, length), age.log1p() / AGE_SCALE, position.float().log1p() / AGE_SCALE], dim=-1)
+    age, position = (length - 1 - position).float(), position.float()
+    oldest, log_oldest = age_scales(length)
+    ages = torch.stack([age / oldest, age.log1p() / log_oldest, position.log1p() / log_oldest], dim=-1)
+    return ages.clamp_max_(1)  # logarithms are rounded
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from ..packing import AGE_SCALE, PackedMLP
+from ..packing import PackedMLP, age_scales
 
 #: Tokens of a program, and hidden units of all its heads together: larger tiles spill registers.
 BLOCK_T, BLOCK_N, BLOCK_F = 64, 128, 64
@@ -27,7 +27,8 @@ def score_entries_kernel(
     out_ptr,
     T,
     START,
-    inverse_age_scale,
+    oldest,
+    log_oldest,
     SIZES: tl.constexpr,
     H: tl.constexpr,
     W: tl.constexpr,
@@ -80,13 +81,14 @@ def score_entries_kernel(
         first += SIZES[i]
 
     if HAS_AGES:
-        b_age = (T - 1 - o_t).to(tl.float32)
+        b_age = tl.maximum(T - 1 - o_t, 0).to(tl.float32)
+        b_position = (START + o_t).to(tl.float32)
         b_w0 = tl.load(age_weight_ptr + o_c, mask=m_n, other=0.0)
         b_w1 = tl.load(age_weight_ptr + H * W + o_c, mask=m_n, other=0.0)
         b_w2 = tl.load(age_weight_ptr + 2 * H * W + o_c, mask=m_n, other=0.0)
-        b_sum += (b_age / (START + T))[:, None] * b_w0[None, :]
-        b_sum += (tl.log(1.0 + tl.maximum(b_age, 0.0)) * inverse_age_scale)[:, None] * b_w1[None, :]
-        b_sum += (tl.log(1.0 + (START + o_t).to(tl.float32)) * inverse_age_scale)[:, None] * b_w2[None, :]
+        b_sum += (b_age / oldest)[:, None] * b_w0[None, :]
+        b_sum += (tl.log(1.0 + b_age) / log_oldest)[:, None] * b_w1[None, :]
+        b_sum += (tl.log(1.0 + b_position) / log_oldest)[:, None] * b_w2[None, :]
     b_out = tl.load(weight_out_ptr + o_c, mask=m_n, other=0.0)
     b_hidden = 0.5 * b_sum * (1.0 + tl.erf(b_sum * 0.7071067811865476)) * b_out[None, :]
     b_score = tl.sum(tl.reshape(b_hidden, (BT, BH, BW)), axis=2)
@@ -128,7 +130,7 @@ def score_entries_triton(blocks: Sequence[Tensor], mlp: PackedMLP, first: int = 
     blocks = [block if block.stride(1) == 1 else block.contiguous() for block in blocks]
     length, (heads, width) = len(blocks[0]), mlp.weight_out.shape
     out = torch.empty((heads, length), dtype=torch.float32, device=mlp.weight.device)
-    options = launch_options(heads, width, dtype)
+    options, (oldest, log_oldest) = launch_options(heads, width, dtype), age_scales(first + length)
     score_entries_kernel[(triton.cdiv(length, options["BT"]) * options["GROUPS"],)](
         tuple(blocks),
         tuple(block.stride(0) for block in blocks),
@@ -141,7 +143,8 @@ def score_entries_triton(blocks: Sequence[Tensor], mlp: PackedMLP, first: int = 
         out,
         length,
         first,
-        1 / AGE_SCALE,
+        float(oldest),
+        log_oldest,
         SIZES=tuple(block.shape[1] for block in blocks),
         HAS_AGES=mlp.age_weight is not None,
         STANDARDISE=mlp.statistics is not None,
