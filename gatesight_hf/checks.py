@@ -25,6 +25,6 @@ def check_model(model: Any) -> None:
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Raises TypeError unless `tokenizer` is one of transformers."""
-    if not callable(tokenizer) or not hasattr(tokenizer, "decode"):
+    """Raises TypeError unless `tokenizer` can be called, and is no model."""
+    if not callable(tokenizer) or hasattr(tokenizer, "forward"):
         raise TypeError(f"tokenizer must be the model's tokenizer, got {described(tokenizer)}.")

@@ -190,10 +190,10 @@ def checked_scores(scorer: Scorer, prefill: Prefill) -> list[Tensor]:
         given = f"scores of {len(scores)} attention layers" if isinstance(scores, (list, tuple)) else described(scores)
         raise ValueError(f"{who} gave {given}, where scores of {len(prefill.keys)} layers are due.")
     for of_layer, keys in zip(scores, prefill.keys, strict=True):
-        fits = isinstance(of_layer, Tensor) and of_layer.shape == keys.shape[:3] and of_layer.is_floating_point()
-        if not fits or of_layer.is_meta != keys.is_meta:
+        if not isinstance(of_layer, Tensor) or not of_layer.is_floating_point() or of_layer.is_meta != keys.is_meta:
+            raise ValueError(f"{who} gave scores that are no floating-point tensors: {described(of_layer)}.")
+        if of_layer.shape != keys.shape[:3]:
             raise ValueError(
-                f"{who} gave as scores {described(of_layer)}; for these entries they must be floating-point ones of "
-                f"shape {list(keys.shape[:3])}."
+                f"{who} gave scores of shape {tuple(of_layer.shape)} for entries of shape {tuple(keys.shape[:3])}."
             )
     return [of_layer.to(keys.device) for of_layer, keys in zip(scores, prefill.keys, strict=True)]

@@ -32,7 +32,7 @@ def check_tensor(name: str, value: Any, form: str, dtypes: Sequence[torch.dtype]
     ranks = [one.count(",") + 1 for one in form.split(" or ")]
     if not isinstance(value, Tensor) or value.ndim not in ranks or (dtypes and value.dtype not in dtypes):
         kind = "a tensor" if not dtypes else f"an {str(dtypes[0]).removeprefix('torch.')} tensor"
-        raise ValueError(f"{name} must be {kind} {form}, got {described(value)}.")
+        raise ValueError(f"{name} must be {form}, {kind}, got {described(value)}.")
 
 
 def check_whole_number(name: str, value: Any, least: int | None = 1, or_none: bool = False) -> None:

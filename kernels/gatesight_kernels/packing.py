@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .checks import check_bool, check_tensor, check_whole_number
+from .checks import check_bool, check_tensor, check_whole_number, described
 
 #: Ages are divided by the log of this length, so that inputs stay in [0, 1] up to a million tokens.
 AGE_SCALE = math.log1p(2**20)
@@ -91,10 +91,9 @@ def pack_mlp(
     }
     others |= {"bias_out": (bias_out, (heads,)), "mean": (mean, (size,)), "std": (std, (size,))}
     for name, (tensor, shape) in others.items():
-        check_tensor(name, tensor, str(list(shape)))
-        if tuple(tensor.shape) != shape:
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
             raise ValueError(
-                f"{name} must have shape {shape}, as weight_in has {tuple(weight_in.shape)}, got {tuple(tensor.shape)}."
+                f"{name} must have shape {shape}, as weight_in has {tuple(weight_in.shape)}, got {described(tensor)}."
             )
     check_bool("ages", ages)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .backend import runs_triton
-from .checks import check_tensor
+from .checks import check_tensor, described
 
 #: Tokens that the twin works on at a time: its tiles stay in the processor's cache, which is most of its speed.
 TOKENS_PER_TILE = 128
@@ -130,6 +130,5 @@ def _check(
     for name, (tensor, shape) in expected.items():
         if tensor is None and name in ("bias", "context"):
             continue
-        check_tensor(name, tensor, str(list(shape)))
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}.")
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {described(tensor)}.")
