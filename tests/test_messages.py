@@ -75,7 +75,8 @@ OF_A_CACHE: list[tuple[str, Callable[[Any, GateSightCache], Any]]] = [
         MASK.to("meta"), MASK[:, :4] * 0, "x")),
     *(("attention_mask", ask(attention_mask=mask)) for mask in (MASK.tolist(), MASK[0], MASK * 2, MASK.to("meta"), 1)),
     *(("position_ids", feed(position_ids=positions)) for positions in (
-        POSITIONS, POSITIONS[None, :2], POSITIONS[None, None, None], POSITIONS[None].float(), POSITIONS[None].to("meta"),
+        POSITIONS, POSITIONS[None, :2], POSITIONS[None, None, None], POSITIONS[None].float(),
+        POSITIONS[None].to("meta"),
         POSITIONS.tolist(), POSITIONS.expand(2, -1), POSITIONS[None] - 9, 3)),
     *(("position_ids", ask(position_ids=positions)) for positions in (POSITIONS.tolist(), POSITIONS, "x")),
     *(("inputs_embeds", feed(input_ids=None, inputs_embeds=embeds)) for embeds in (
