@@ -116,9 +116,7 @@ def _check(
     channels, taps = weight.shape
     groups, per_group = values.shape[2:]
     if groups * per_group != channels or channels % heads or per_group % (channels // heads):
-        raise ValueError(
-            f"weight has {channels} channels, which are not {heads} whole heads in {groups} groups of {per_group}."
-        )
+        raise ValueError(f"weight: {channels} channels are not {heads} whole heads in {groups} groups of {per_group}.")
     expected: dict[str, tuple[Any, tuple[int, ...]]] = {
         "a": (a, (batch, length, heads)),
         "values": (values, (batch, length, groups, per_group)),
