@@ -8,6 +8,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
+from gatesight_kernels.checks import check_whole_number, described
+
 Allocation = Literal["gate", "flat", "pyramid", "score", "global"]
 ALLOCATIONS: tuple[str, ...] = get_args(Allocation)
 #: Those that give each layer a share before scores are known.
@@ -25,22 +27,24 @@ def check_kept_fraction(kept_fraction: float) -> float:
     """
     if isinstance(kept_fraction, bool) or not isinstance(kept_fraction, (int, float)) or not 0 < kept_fraction <= 1:
         raise ValueError(
-            f"kept_fraction must be in (0, 1], got {kept_fraction!r}: it is the share of the context's KV entries "
-            "that stays (0.1 keeps a tenth; 1.0 keeps all)."
+            f"kept_fraction must be in (0, 1], got {described(kept_fraction)}: it is the share of the context's KV "
+            "entries that stays (0.1 keeps a tenth; 1.0 keeps all)."
         )
     return float(kept_fraction)
 
 
 def check_allocation(allocation: str) -> None:
     """Raises ValueError unless `allocation` is one of `ALLOCATIONS`."""
-    if allocation not in ALLOCATIONS:
-        raise ValueError(f"allocation must be one of {', '.join(ALLOCATIONS)}, got {allocation!r}.")
+    if not isinstance(allocation, str) or allocation not in ALLOCATIONS:
+        raise ValueError(f"allocation must be one of {', '.join(ALLOCATIONS)}, got {described(allocation)}.")
 
 
 def check_gate_exponent(exponent: float) -> None:
     """Raises ValueError unless the exponent is a finite number >= 0."""
     if isinstance(exponent, bool) or not isinstance(exponent, (int, float)) or not 0 <= exponent < math.inf:
-        raise ValueError(f"gate_exponent is a finite number >= 0, got {exponent!r} (0 is flat; the paper has 1).")
+        raise ValueError(
+            f"gate_exponent must be a finite number of 0 or more, got {described(exponent)} (0 is flat, 1 the paper's)."
+        )
 
 
 def total_budget(kept_fraction: float, length: int, layers: int) -> int:
@@ -78,13 +82,14 @@ def layer_weights(
         last = 1 / PYRAMID_BETA
         first = 2 - last
         return [first - j * (first - last) / (layers - 1) for j in range(layers)]
-    if gate_means is None or len(gate_means) != layers or not all(math.isfinite(g) and g > 0 for g in gate_means):
+    of_layers = gate_means if isinstance(gate_means, (list, tuple)) else []
+    if len(of_layers) != layers or not all(isinstance(g, (int, float)) and 0 < g < math.inf for g in of_layers):
         raise ValueError(
-            f"allocation='gate' needs a positive mean output gate for each of {layers} attention layers, got "
-            f"{gate_means}; use allocation='flat' for a model without output gates."
+            f"allocation='gate' needs gate_means, a positive mean output gate for each of {layers} attention layers, "
+            f"got {described(gate_means)}; use allocation='flat' for a model without output gates."
         )
-    largest = max(gate_means)  # large exponents would leave the range of numbers
-    return [(g / largest) ** gate_exponent for g in gate_means]
+    largest = max(of_layers)  # large exponents would leave the range of numbers
+    return [(g / largest) ** gate_exponent for g in of_layers]
 
 
 def allocate(
@@ -121,11 +126,10 @@ def allocate(
         ValueError: Kept fraction outside (0, 1], a size below its range, unknown allocation.
     """
     check_kept_fraction(kept_fraction)
-    if length < 0 or layers < 1 or block_size < 1 or protected < 0:
-        raise ValueError(
-            f"length >= 0, layers >= 1, block_size >= 1 and protected >= 0 expected, got {length}, {layers}, "
-            f"{block_size}, {protected}."
-        )
+    check_gate_exponent(gate_exponent)
+    sizes = (("length", length, 0), ("layers", layers, 1), ("block_size", block_size, 1), ("protected", protected, 0))
+    for name, value, least in sizes:
+        check_whole_number(name, value, least)
     weights = layer_weights(allocation, layers, gate_means, gate_exponent)
     if length == 0:
         return [0] * layers

@@ -3,12 +3,14 @@
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from gatesight_kernels.checks import check_whole_number, described
 
 from ._compat import cache_argument
 from .attention import rotary_tables
@@ -20,6 +22,7 @@ from .families import adapter_for
 from .growing import carry_out, check_can_grow, plan_growing
 from .hybrid import HybridSpec, find_modules
 from .identity import Identity, ModelReference
+from .inputs import checked_rows
 from .layers import Extent, GDNStateLayer, SlidingAttentionLayer
 from .recording import Recording
 from .report import CacheReport, storage_bytes
@@ -94,9 +97,7 @@ class GateSightCache(CallFollower):
             entries_dtype,
             protected_suffix,
         )
-        if not hasattr(model, "config") or not hasattr(model, "forward"):
-            raise TypeError(f"model must be the hybrid model itself, got {type(model).__name__}.")
-        spec = HybridSpec.from_config(model.config)
+        spec = HybridSpec.of(model)
         _check_scorer(scorer, spec)
         if options.grows:
             check_can_grow(scorer, spec)
@@ -272,7 +273,10 @@ class GateSightCache(CallFollower):
         Raises:
             CacheStateError: Another scorer or other options for a compacted parent, or one that needs what was not
                 recorded.
+            TypeError, ValueError: Options that `GateSightCache` does not have, or values that they cannot have.
         """
+        if unknown := sorted(options.keys() - {field.name for field in fields(CompactionOptions)}):
+            raise TypeError(f"fork() has no option {unknown[0]!r}: give scorer, or options of GateSightCache.")
         if self.is_compacted and (scorer is not None or options):
             raise CacheStateError("A compacted cache cannot be compacted otherwise: fork it without options.")
         if scorer is not None or options:
@@ -454,17 +458,42 @@ class GateSightCache(CallFollower):
     # -- batches: beams, several sequences, several questions at once --------------------------------------------------
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row.
+
+        Raises:
+            ValueError: No whole number of 1 or more.
+        """
+        check_whole_number("repeats", repeats)
         rows = torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats)
         with self._changing_rows(rows):
             super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        rows = torch.arange(max(self.batch_size, 0))[indices.cpu()]
+        """Keep some rows.
+
+        Args:
+            indices: `[B']`, their numbers.
+
+        Raises:
+            ValueError: No such tensor, or one that is empty or names rows that there are not.
+        """
+        rows = checked_rows("indices", indices, self.batch_size)
         with self._changing_rows(rows):
             super().batch_select_indices(indices)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        with self._changing_rows(beam_idx.cpu()):
+        """Put other rows in the rows' places, as beam search does.
+
+        Args:
+            beam_idx: `[B]`, numbers of rows.
+
+        Raises:
+            ValueError: No such tensor, or one that names rows that there are not.
+        """
+        rows = checked_rows("beam_idx", beam_idx, self.batch_size)
+        if len(rows) != self.batch_size:
+            raise ValueError(f"beam_idx must name a row for each of {self.batch_size} rows, got {len(rows)}.")
+        with self._changing_rows(rows):
             super().reorder_cache(beam_idx)  # type: ignore[arg-type]
 
     @contextmanager
@@ -516,7 +545,7 @@ def _possible(options: CompactionOptions, spec: HybridSpec) -> CompactionOptions
 
 def _check_scorer(scorer: Scorer, spec: HybridSpec) -> None:
     if not isinstance(scorer, Scorer) or isinstance(scorer, type):
-        given = f"the class {scorer.__name__}" if isinstance(scorer, type) else type(scorer).__name__
+        given = f"the class {scorer.__name__}" if isinstance(scorer, type) else described(scorer)
         raise TypeError(
             f"scorer must be an Estimator or a scorer such as methods.RandomScorer(), got {given};"
             " to load an estimator use Estimator.from_pretrained(folder_or_repo)."

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from gatesight_kernels.checks import INTEGERS, check_tensor, check_whole_number, described
+
 from ._compat import IndexedCache, default_mask, generation_option, lengthened, without_restarting_chunks
 from .attention import AttentionView
 from .compaction import CompactionOptions, Plan
@@ -23,9 +25,9 @@ from .identity import ModelReference
 from .inputs import (
     check_embeds,
     check_mask,
+    check_new,
     check_no_checkpointing,
     check_one_sequence,
-    described,
     positions_of,
     repeats_of,
     whole_padding,
@@ -177,7 +179,12 @@ class CallFollower(IndexedCache, Cache, SignalSink):
         """Show `watcher` every attention layer of the forwards with this cache: its ordinal, and the view of it.
 
         The layer's entries of the forward are in the cache by then. Forks are not watched.
+
+        Raises:
+            TypeError: The watcher cannot be called.
         """
+        if not callable(watcher):
+            raise TypeError(f"watcher must be a function of an ordinal and a view, got {described(watcher)}.")
         self._watcher = watcher
         try:
             yield
@@ -192,10 +199,7 @@ class CallFollower(IndexedCache, Cache, SignalSink):
     def begin_forward(self, decoder: nn.Module, model_inputs: dict[str, Any]) -> dict[str, Any]:
         self._model.check(decoder)
         self.undo_forward()
-        ids, embeds = model_inputs.get("input_ids"), model_inputs.get("inputs_embeds")
-        new = ids if ids is not None else embeds
-        if new is None:
-            raise ValueError("The decoder needs input_ids or inputs_embeds.")
+        new, ids = check_new(model_inputs, decoder), model_inputs.get("input_ids")
         coming, self._coming = self._coming, {}
         ids = coming.get("input_ids") if ids is None else ids
         rows, length = new.shape[:2]
@@ -372,20 +376,32 @@ class CallFollower(IndexedCache, Cache, SignalSink):
             )
         if option("use_cache") is False:
             raise ValueError("use_cache=False with a cache: leave one of them out.")
+        for name in ("max_new_tokens", "prefill_chunk_size"):
+            number = option(name)
+            if number is not None and not (hasattr(number, "__index__") and number >= 1):  # NumPy's and such too
+                check_whole_number(name, number)
         ids = inputs if inputs is not None else arguments.get("input_ids")
         mask, seen, core = arguments.get("attention_mask"), self._tokens.count, core_of(model, decoder)
-        embeds = arguments.get("inputs_embeds")
+        embeds, positions = arguments.get("inputs_embeds"), arguments.get("position_ids")
+        if positions is not None:
+            check_tensor("position_ids", positions, "[batch, tokens] or [axes, batch, tokens]", INTEGERS)
+        if embeds is not None:
+            check_new({"inputs_embeds": embeds}, decoder)
+        elif ids is not None:
+            check_new({"input_ids": ids}, decoder)
+        new = embeds if embeds is not None else ids
+        if new is not None:
+            check_mask(mask, len(new))
         if embeds is not None and seen:
-            if core is not None and arguments.get("position_ids") is None:
+            if core is not None and positions is None:
                 raise ValueError(
                     "A multimodal model goes on from a cache by input_ids; with inputs_embeds pass position_ids too."
                 )
             check_embeds(embeds.shape[1], seen, mask)
+        if new is not None and mask is not None and seen == 0 and mask.shape[1] != new.shape[1]:
+            raise ValueError(f"attention_mask covers {mask.shape[1]} tokens; expected {new.shape[1]}.")
         if ids is None or embeds is not None or seen == 0:
             return GenerateCall(inputs, arguments)
-        if not isinstance(ids, Tensor) or ids.ndim != 2:
-            raise ValueError(f"input_ids must be a tensor [batch, tokens], got {described(ids)}.")
-        check_mask(mask, len(ids))
         arguments = {name: value for name, value in arguments.items() if name != "input_ids"}
         arguments = without_restarting_chunks(model, arguments)
         if mask is not None and mask.shape[1] == seen + ids.shape[1]:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gatesight_kernels.checks import check_bool, check_whole_number
+
 from .budget import allocate, check_allocation, check_gate_exponent, check_kept_fraction, spread, total_budget
 from .quantised import check_entries_dtype
 from .scoring import Prefill, Scorer, Scores, checked_scores
@@ -37,14 +39,9 @@ class CompactionOptions:
         check_gate_exponent(self.gate_exponent)
         check_entries_dtype(self.entries_dtype)
         for name, least in (("protected_prefix", 0), ("protected_suffix", 0), ("block_size", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} is a whole number >= {least}, got {value!r}.")
-        if not isinstance(self.growing, bool):
-            raise ValueError(f"growing is True or False, got {self.growing!r}.")
-        every = self.recompact_every
-        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-            raise ValueError(f"recompact_every is a number of tokens >= 1 or None, got {every!r}.")
+            check_whole_number(name, getattr(self, name), least)
+        check_bool("growing", self.growing)
+        check_whole_number("recompact_every", self.recompact_every, or_none=True)
         if self.allocation == "global" and self.block_size > 1:
             raise ValueError(
                 "allocation='global' has no blocks, since every head keeps a number of its own: leave block_size at 1."
@@ -132,7 +129,7 @@ def plan_compaction(
     """
     lengths, count = prefill.lengths, prefill.spec.num_attention_layers
     if min(lengths) == 0:
-        raise ValueError(f"Row {lengths.index(0)} of the context has no tokens, only padding.")
+        raise ValueError(f"Row {lengths.index(0)} of the context has no tokens, only padding (attention_mask).")
     evictable = [end - first for first, end in map(options.protected.evictable, lengths)]
     protected = [length - n for length, n in zip(lengths, evictable, strict=True)]
     budgets = [total_budget(options.kept_fraction, n, count) for n in evictable]

@@ -10,10 +10,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from gatesight_kernels.checks import check_whole_number, described
+
 from .cards import estimator_card
+from .checks import check_text
 from .features import AGES, SIGNALS
 from .hub import Upload, check_repo_id, push
-from .hybrid import HybridSpec
+from .hybrid import HybridSpec, check_spec
 from .mlp import CONFIG_NAME, FORMAT_VERSION, MLPConfig, MLPScorer, check_format
 from .scoring import Needs, Prefill
 
@@ -52,6 +55,15 @@ class EstimatorConfig(MLPConfig):
 
     @classmethod
     def for_model(cls, spec: HybridSpec, base_model: str, window: int = 6, hidden_size: int = 64) -> "EstimatorConfig":
+        """Of an estimator for models of a layout.
+
+        Raises:
+            TypeError, ValueError: No layout, no name, or sizes below 1.
+        """
+        check_spec(spec)
+        check_text("base_model", base_model)
+        check_whole_number("window", window)
+        check_whole_number("hidden_size", hidden_size)
         return cls(
             base_model=base_model,
             model_type=spec.model_type,
@@ -70,6 +82,8 @@ class EstimatorConfig(MLPConfig):
         Raises:
             ValueError: Another format, missing or unknown keys, other signals than this version computes, wrong sizes.
         """
+        if not isinstance(data, dict):
+            raise ValueError(f"data must be the object of a {CONFIG_NAME}, got {described(data)}.")
         if "kind" in data:
             raise ValueError(f"{CONFIG_NAME} is that of a scorer of kind {data['kind']!r}, not of an estimator.")
         check_format("Estimator", data.get("format_version"))

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gatesight_kernels.checks import check_whole_number, described
+
 from ._compat import default_mask
 from .cache import GateSightCache
 from .errors import CacheStateError
@@ -28,7 +30,7 @@ from .frozen_layers import (
     at_one_address,
     values_are_unknown,
 )
-from .inputs import whole_padding
+from .inputs import check_new, check_one_sequence, whole_padding
 from .layers import GateSightAttentionLayer, GDNStateLayer, LatentAttentionLayer, SlidingAttentionLayer
 from .multimodal import has_pictures
 from .scoring import Scorer
@@ -65,9 +67,8 @@ class FrozenCache(GateSightCache):
 
     def __init__(self, parent: GateSightCache, max_new_tokens: int) -> None:
         if not isinstance(parent, GateSightCache):
-            raise TypeError(f"parent must be a compacted GateSightCache, got {type(parent).__name__}.")
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be a whole number of 1 or more, got {max_new_tokens!r}.")
+            raise TypeError(f"parent must be a compacted GateSightCache, got {described(parent)}.")
+        check_whole_number("max_new_tokens", max_new_tokens)
         _check_can_be_frozen(parent)
         child = parent.fork()
         vars(self).update(vars(child))
@@ -158,15 +159,12 @@ class FrozenCache(GateSightCache):
 
     def begin_forward(self, decoder: nn.Module, model_inputs: dict[str, Any]) -> dict[str, Any]:
         coming, self._coming = self._coming, {}
-        ids, embeds = model_inputs.get("input_ids"), model_inputs.get("inputs_embeds")
-        new = ids if ids is not None else embeds
-        if new is None:
-            raise ValueError("The decoder needs input_ids or inputs_embeds.")
+        new, ids = check_new(model_inputs, decoder), model_inputs.get("input_ids")
         ids = coming.get("input_ids") if ids is None else ids
         rows, length = new.shape[:2]
         self._model.check(decoder)
         if not values_are_unknown():
-            self._admit(rows, length, model_inputs.get("attention_mask"))
+            self._admit(rows, length, model_inputs)
         elif rows != self.batch_size:
             raise ValueError(f"A compiled step of a cache with {self.batch_size} rows was given {rows}.")
         self._length = length
@@ -184,7 +182,7 @@ class FrozenCache(GateSightCache):
             model_inputs["position_ids"] = (self._next.unsqueeze(1) + tail).to(new.device)
         return model_inputs
 
-    def _admit(self, rows: int, length: int, mask: Any) -> None:
+    def _admit(self, rows: int, length: int, model_inputs: dict[str, Any]) -> None:
         """Check a forward that is not compiled, and bring the rows to its number."""
         if self._spoiled:
             raise CacheStateError(
@@ -196,19 +194,24 @@ class FrozenCache(GateSightCache):
             raise CacheStateError("No new tokens: append the question to the context, or pass it alone.")
         self._check_room(length, "tokens")
         repeats = self._repeats_for(rows)
-        self._check_mask(mask, rows, length)
+        padding = self._check_mask(model_inputs.get("attention_mask"), rows, length)
+        check_one_sequence(model_inputs, padding, self.get_seq_length())
         self._taken.clear()
         self._before = ([layer.snapshot() for layer in self.layers], self._own_state())
         if repeats > 1:
             self.batch_repeat_interleave(repeats)
 
-    def _check_mask(self, mask: Any, rows: int, length: int) -> None:
-        """Raises ValueError if a mask has pads among the coming tokens, or is not of the form that it must have."""
+    def _check_mask(self, mask: Any, rows: int, length: int) -> Tensor | None:
+        """What `whole_padding` gives.
+
+        Raises:
+            ValueError: The mask has pads among the coming tokens, or is not of the form that it must have.
+        """
         if isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-1] == length):
-            return  # made by `generate` of one that was checked, by `get_mask_sizes`
+            mask = None  # made by `generate` of one that was checked, by `get_mask_sizes`
         past = self._tokens.padding
         past = None if past is None else past.repeat_interleave(self._repeats_for(rows), dim=0)
-        whole_padding(mask, past, rows, self.get_seq_length(), length)
+        return whole_padding(mask, past, rows, self.get_seq_length(), length)
 
     def _own_state(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("_tokens", "_next", "_late_ids")}

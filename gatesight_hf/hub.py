@@ -5,6 +5,7 @@ checked before the download; nothing of it is run or unpickled. Every way to fai
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -28,6 +29,8 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+
+from gatesight_kernels.checks import described
 
 CARD_NAME = "README.md"
 REPO_ID = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}", re.ASCII)
@@ -168,8 +171,13 @@ def open_source(source: str | Path, *, revision: str | None = None, **options: A
         revision, options: See `Repo`; a folder takes no revision.
 
     Raises:
+        TypeError: The source is no text and no path.
         ValueError: A revision of a folder.
     """
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(
+            f"source: an estimator is given as a folder, or a Hub repo 'owner/name', got {described(source)}."
+        )
     path = Path(source).expanduser()
     if isinstance(source, str) and REPO_ID.fullmatch(source) and not path.is_dir():
         return Repo(source, revision, **options)
@@ -283,12 +291,12 @@ class Upload:
 def check_repo_id(repo_id: str) -> None:
     """Raises ValueError unless `repo_id` has the form `owner/name`."""
     if not is_repo_id(repo_id):
-        raise ValueError(f"{repo_id!r} is no name of a Hub repo: give 'owner/name'.")
+        raise ValueError(f"repo_id {described(repo_id)} is no name of a Hub repo: give 'owner/name'.")
 
 
 def is_repo_id(source: str) -> bool:
     """Whether a text has the form of a repo's id, `owner/name`."""
-    return REPO_ID.fullmatch(source) is not None
+    return isinstance(source, str) and REPO_ID.fullmatch(source) is not None
 
 
 def push(

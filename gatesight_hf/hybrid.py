@@ -11,6 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from gatesight_kernels.checks import check_whole_number, described
+
+from .checks import check_model
 from .errors import UnsupportedModelError
 from .families import adapter_for
 
@@ -48,6 +51,17 @@ class HybridSpec:
     logit_scale: float | None = None
     sliding_layers: tuple[int, ...] | None = None
     sliding_window: int | None = None
+
+    @classmethod
+    def of(cls, model: Any) -> "HybridSpec":
+        """Read the layout of a model.
+
+        Raises:
+            TypeError: It is no model.
+            UnsupportedModelError: See `from_config`.
+        """
+        check_model(model)
+        return cls.from_config(model.config)
 
     @classmethod
     def from_config(cls, config: Any) -> "HybridSpec":
@@ -106,8 +120,7 @@ class HybridSpec:
 
     def gdn_below(self, ordinal: int, window: int) -> tuple[int, ...]:
         """GDN ordinals of the up to `window` nearest GDN layers below attention ordinal `ordinal`, ascending."""
-        if window < 1:
-            raise ValueError(f"window must be at least 1 GDN layer, got {window}.")
+        check_whole_number("window", window)
         below = [i for i, layer in enumerate(self.gdn_layers) if layer < self.attention_layers[ordinal]]
         return tuple(below[-window:])
 
@@ -125,6 +138,12 @@ class HybridSpec:
             f"{len(self.attention_layers)} attention layers of {self.num_key_value_heads} KV heads "
             f"(layout {self.fingerprint})"
         )
+
+
+def check_spec(spec: Any) -> None:
+    """Raises TypeError unless `spec` is the layout of a model."""
+    if not isinstance(spec, HybridSpec):
+        raise TypeError(f"spec must be a HybridSpec, such as HybridSpec.of(model), got {described(spec)}.")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .checks import check_tokenizer
 from .errors import CacheStateError, SessionMismatchError
 from .hybrid import HybridSpec, find_modules
 
@@ -52,7 +53,7 @@ def model_identity(model: Any) -> dict[str, str]:
     Raises:
         UnsupportedModelError: The model is no hybrid of a known family.
     """
-    spec = HybridSpec.from_config(model.config)
+    spec = HybridSpec.of(model)
     return {
         "model_type": spec.model_type,
         "layout": spec.fingerprint,
@@ -64,6 +65,7 @@ def model_identity(model: Any) -> dict[str, str]:
 
 def tokenizer_identity(tokenizer: Any) -> str:
     """A digest of a tokenizer's vocabulary and of how it splits a sample."""
+    check_tokenizer(tokenizer)
     content = [sorted(tokenizer.get_vocab().items()), tokenizer(SAMPLE).input_ids]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
@@ -110,7 +112,7 @@ class ModelReference:
 
     def __init__(self, model: Any) -> None:
         self._model = weakref.ref(model)
-        self._decoder = weakref.ref(find_modules(model, HybridSpec.from_config(model.config)).decoder)
+        self._decoder = weakref.ref(find_modules(model, HybridSpec.of(model)).decoder)
         self._pickled: dict[str, str] | None = None
 
     def existing(self) -> Any:

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gatesight_kernels.checks import INTEGERS, check_tensor, described
+
 from .errors import CacheStateError
 
 #: Arguments by which trainers tell kernels where packed sequences begin.
@@ -25,20 +27,56 @@ def repeats_of(held: int, rows: int) -> int:
     return rows // held
 
 
-def described(value: Any) -> str:
-    """A tensor's shape, or the type of something else, for messages."""
-    return f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+def checked_rows(name: str, rows: Any, held: int) -> Tensor:
+    """Numbers of rows `[B']`, on the CPU; `held` are there.
+
+    Raises:
+        ValueError: Something else, none, or one that is not there.
+    """
+    check_tensor(name, rows, "[rows]", INTEGERS)
+    if rows.is_meta or not len(rows) or not bool(((rows >= 0) & (rows < held)).all()):
+        raise ValueError(f"{name} must name rows of the {max(held, 0)} that the cache holds, got {described(rows)}.")
+    return rows.cpu()
+
+
+def check_new(model_inputs: dict[str, Any], decoder: nn.Module) -> Tensor:
+    """The ids `[B, T]` or embeddings `[B, T, C]` that a decoder is given.
+
+    Raises:
+        ValueError: There are none, or they are something else.
+    """
+    ids, embeds = model_inputs.get("input_ids"), model_inputs.get("inputs_embeds")
+    name, new = ("input_ids", ids) if ids is not None else ("inputs_embeds", embeds)
+    if new is None:
+        raise ValueError("The decoder needs input_ids or inputs_embeds.")
+    if ids is not None:
+        check_tensor(name, new, "[batch, tokens]", INTEGERS)
+    else:
+        check_tensor(name, new, "[batch, tokens, channels]")
+        width = getattr(getattr(decoder, "config", None), "hidden_size", new.shape[2])
+        if new.shape[2] != width or not new.is_floating_point():
+            raise ValueError(f"{name} must be floating-point ones of {width} channels, got {described(new)}.")
+    if new.is_meta and not next(decoder.parameters()).is_meta:
+        raise ValueError(f"{name} must be on the model's device, got {described(new)}.")
+    if not new.shape[0]:
+        raise ValueError(f"{name} must have a row at least, got {described(new)}.")
+    checked: Tensor = new
+    return checked
 
 
 def check_mask(mask: Any, rows: int) -> None:
-    """Raises ValueError unless `mask` is None or a mask `[rows, tokens]`."""
+    """Raises ValueError unless `mask` is None or a mask `[rows, tokens]` of 0 and 1."""
     if mask is None:
         return
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         raise ValueError(
-            "GateSightCache needs the 2-D attention mask [batch, tokens], not a prepared mask: got attention_mask of "
+            "GateSightCache needs the 2-D attention mask [batch, tokens], not a prepared mask: got as attention_mask "
             f"{described(mask)}."
         )
+    if mask.is_meta:
+        raise ValueError(f"attention_mask must be on the model's device, got {described(mask)}.")
+    if mask.dtype != torch.bool and not bool((mask == mask.bool()).all()):
+        raise ValueError("attention_mask must hold 1 at tokens and 0 at pads; it holds other values.")
     if len(mask) != rows:
         raise ValueError(f"attention_mask has {len(mask)} rows for an input of {rows}.")
 
@@ -78,7 +116,7 @@ def whole_padding(mask: Any, past: Tensor | None, rows: int, seen: int, length: 
     whole = torch.cat([early, late], dim=1)
     if bool((whole[:, 1:] < whole[:, :-1]).any()):
         raise ValueError(
-            "Padding after a row's first token: GDN layers cannot skip it. Pad contexts on the left "
+            "Padding after a row's first token (attention_mask): GDN layers cannot skip it. Pad contexts on the left "
             "(tokenizer.padding_side = 'left'), and ask questions of unequal lengths from separate forks."
         )
     return whole
@@ -130,10 +168,10 @@ def check_one_sequence(inputs: dict[str, Any], padding: Tensor | None, seen: int
         return
     new = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
     rows, length = new.shape[:2]
-    shape = list(positions.shape) if isinstance(positions, Tensor) else []
-    if len(shape) not in (2, 3) or shape[-1] != length or shape[-2] not in (1, rows):
+    shape = list(positions.shape) if isinstance(positions, Tensor) and positions.dtype in INTEGERS else []
+    if len(shape) not in (2, 3) or shape[-1] != length or shape[-2] not in (1, rows) or positions.is_meta:
         raise ValueError(
-            f"position_ids must be [{rows}, {length}], or [axes, {rows}, {length}], got {described(positions)}."
+            f"position_ids must be int64, [{rows}, {length}] or [axes, {rows}, {length}], got {described(positions)}."
         )
     plain = positions.ndim == 2
     of_text = positions if plain else positions[0]

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from .checks import check_text
+
 REFERENCE = "reference"
 
 
@@ -43,6 +45,7 @@ def load_config(name: str) -> Any:
     """
     from transformers import AutoConfig
 
+    check_text("name", name)
     if name == REFERENCE:
         from . import reference
 
@@ -58,7 +61,7 @@ def named_dtype(name: str | None) -> Any:
     """
     import torch
 
-    dtype = None if name is None else getattr(torch, name, None)
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if name is not None and not isinstance(dtype, torch.dtype):
         raise ValueError(f"--dtype {name}: no data type of torch; give bfloat16, float16 or float32.")
     return dtype
@@ -66,6 +69,7 @@ def named_dtype(name: str | None) -> Any:
 
 def _source(name: str) -> str:
     """What transformers loads: a folder that exists, or a Hub id."""
+    check_text("name", name, "; models are named by a folder or a Hub id")
     if not name.startswith(("/", ".", "~")):
         return name
     if not Path(name).expanduser().is_dir():

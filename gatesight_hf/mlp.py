@@ -18,11 +18,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gatesight_kernels import PackedMLP, pack_mlp, packed_dtype, score_entries
+from gatesight_kernels.checks import described
 
+from .checks import check_path
 from .errors import EstimatorMismatchError
 from .hub import Folder, Repo, open_source
-from .hybrid import HybridSpec
-from .scoring import Needs, Prefill
+from .hybrid import HybridSpec, check_spec
+from .scoring import Needs, Prefill, check_prefill
 from .tensor_files import JSON_LIMIT, TensorFile, TensorInfo, parse_json
 
 CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
@@ -126,24 +128,30 @@ class MLPScorer(ABC, Generic[C]):
     needs: ClassVar[Needs]
 
     def __init__(self, config: C, tensors: dict[str, Tensor]) -> None:
+        if not isinstance(config, self.config_class):
+            raise TypeError(f"config must be a {self.config_class.__name__}, got {described(config)}.")
+        if not isinstance(tensors, dict):
+            raise TypeError(f"tensors must be a dict of tensors by name, got {described(tensors)}.")
         shapes = config.tensor_shapes()
         if set(tensors) != set(shapes):
             raise ValueError(
-                f"Weights: missing {sorted(set(shapes) - set(tensors))[:4]}, unexpected "
+                f"Weights (tensors): missing {sorted(set(shapes) - set(tensors))[:4]}, unexpected "
                 f"{sorted(set(tensors) - set(shapes))[:4]}."
             )
         for name, shape in shapes.items():
             tensor = tensors[name]
-            if tuple(tensor.shape) != shape or tensor.dtype != torch.float32:
-                raise ValueError(f"Weights: {name} must be float32 {shape}, got {tensor.dtype} {tuple(tensor.shape)}.")
+            fits = isinstance(tensor, Tensor) and tuple(tensor.shape) == shape and tensor.dtype == torch.float32
+            if not fits or tensor.is_meta:
+                raise ValueError(f"Weights (tensors): {name} must be float32 {shape}, got {described(tensor)}.")
             if not torch.isfinite(tensor).all() or (name.endswith("input_std") and not (tensor > 0).all()):
-                raise ValueError(f"Weights: {name} holds values that are not finite or not positive.")
+                raise ValueError(f"Weights (tensors): {name} holds values that are not finite or not positive.")
         self.config = config
         self.tensors = tensors
         self._packed: dict[tuple[int, torch.device, torch.dtype], tuple[list[Tensor], list[int], PackedMLP]] = {}
 
     def check(self, spec: HybridSpec) -> None:
         """Raises EstimatorMismatchError unless the scorer was trained for this layout."""
+        check_spec(spec)
         config = self.config
         if spec.fingerprint != config.fingerprint:
             raise EstimatorMismatchError(
@@ -163,6 +171,7 @@ class MLPScorer(ABC, Generic[C]):
     # -- scoring -------------------------------------------------------------------------------------------------------
 
     def score(self, prefill: Prefill) -> list[Tensor]:
+        check_prefill(prefill)
         return [self._score_layer(prefill, j) for j in range(self.config.num_layers)]
 
     def _score_layer(self, prefill: Prefill, ordinal: int) -> Tensor:
@@ -247,6 +256,7 @@ class MLPScorer(ABC, Generic[C]):
 
     def save_pretrained(self, path: str | Path) -> None:
         """Write `config.json` and `model.safetensors` into a folder, which is made if need be."""
+        check_path("path", path)
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         config = asdict(self.config)  # type: ignore[call-overload]

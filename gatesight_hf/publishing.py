@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .cards import held_out_rows, held_out_table
+from .checks import check_path
 from .estimator import COMMIT_MESSAGE, Estimator, EstimatorConfig
 from .hub import CARD_NAME, REPO_ID, Folder, Repo, Upload, card_metadata, check_repo_id, open_source, push
 from .methods.hidden import HIDDEN_STATES_FOLDER, HiddenStateScorer
@@ -48,6 +49,7 @@ def prepare(folder: str | Path, also: Sequence[str] = ()) -> list[Upload]:
         FileNotFoundError: Weights, configuration, card, or a file of `also` is missing.
         ValueError: Files that are not known, that are not what their format says, or that contradict each other.
     """
+    check_path("folder", folder)
     files = Folder(Path(folder).expanduser())
     found = [file.path for file in files.files()]
     missing = [name for name in (*SCORER_FILES, CARD_NAME, *also) if name not in found]

@@ -13,6 +13,8 @@ bfloat16 they are off by up to 2⁻⁹ of themselves, which at a channel far fro
 import torch
 from torch import Tensor
 
+from gatesight_kernels.checks import described
+
 #: Values of the option `entries_dtype`.
 ENTRIES_DTYPES = (None, "int8")
 LEAST, MOST = -128, 127
@@ -20,8 +22,8 @@ LEAST, MOST = -128, 127
 
 def check_entries_dtype(entries_dtype: str | None) -> None:
     """Raises ValueError unless kept entries can be held as that."""
-    if entries_dtype not in ENTRIES_DTYPES:
-        raise ValueError(f"entries_dtype is 'int8', or None for the model's dtype, got {entries_dtype!r}.")
+    if not isinstance(entries_dtype, (str, type(None))) or entries_dtype not in ENTRIES_DTYPES:
+        raise ValueError(f"entries_dtype is 'int8', or None for the model's dtype, got {described(entries_dtype)}.")
 
 
 def quantise(entries: Tensor, dim: int, valid: Tensor | None) -> tuple[Tensor, Tensor]:

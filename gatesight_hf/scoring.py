@@ -7,6 +7,8 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from gatesight_kernels.checks import check_tensor, described
+
 from .attention import RotaryTables
 from .hybrid import HybridSpec
 
@@ -111,6 +113,12 @@ class Prefill:
         return self.before[row] if self.before else 0
 
 
+def check_prefill(prefill: Any) -> None:
+    """Raises TypeError unless scorers were given a prefill."""
+    if not isinstance(prefill, Prefill):
+        raise TypeError(f"prefill must be a Prefill, as cache.prefill() gives it, got {described(prefill)}.")
+
+
 @runtime_checkable
 class Scorer(Protocol):
     """An eviction method. Budget, protection, compaction, positions and forks are the cache's and the same for all."""
@@ -153,9 +161,17 @@ class Scores:
     of: list[Tensor] = field(repr=False)
     needs: ClassVar[Needs] = Needs(whole=True)
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.of, (list, tuple)):
+            raise ValueError(f"of must be a list of scores [B, H, T], one for each layer, got {described(self.of)}.")
+        for of_layer in self.of:
+            check_tensor("each of the scores in of", of_layer, "[B, H, T]")
+
     def check(self, spec: HybridSpec) -> None:
         if len(self.of) != spec.num_attention_layers:
-            raise ValueError(f"Scores of {len(self.of)} attention layers for a model of {spec.num_attention_layers}.")
+            raise ValueError(
+                f"of: Scores of {len(self.of)} attention layers for a model of {spec.num_attention_layers}."
+            )
 
     def score(self, prefill: Prefill) -> list[Tensor]:
         return self.of
@@ -169,11 +185,15 @@ def checked_scores(scorer: Scorer, prefill: Prefill) -> list[Tensor]:
     """
     with torch.no_grad():
         scores = scorer.score(prefill)
-    if len(scores) != len(prefill.keys):
-        raise ValueError(f"{scorer} gave scores of {len(scores)} attention layers, {len(prefill.keys)} are there.")
+    who = str(scorer) if len(str(scorer)) <= 80 else type(scorer).__name__
+    if not isinstance(scores, (list, tuple, Tensor)) or len(scores) != len(prefill.keys):
+        given = f"scores of {len(scores)} attention layers" if isinstance(scores, (list, tuple)) else described(scores)
+        raise ValueError(f"{who} gave {given}, where scores of {len(prefill.keys)} layers are due.")
     for of_layer, keys in zip(scores, prefill.keys, strict=True):
+        if not isinstance(of_layer, Tensor) or not of_layer.is_floating_point() or of_layer.is_meta != keys.is_meta:
+            raise ValueError(f"{who} gave scores that are no floating-point tensors: {described(of_layer)}.")
         if of_layer.shape != keys.shape[:3]:
             raise ValueError(
-                f"{scorer} gave scores of shape {tuple(of_layer.shape)} for entries of shape {tuple(keys.shape[:3])}."
+                f"{who} gave scores of shape {tuple(of_layer.shape)} for entries of shape {tuple(keys.shape[:3])}."
             )
     return [of_layer.to(keys.device) for of_layer, keys in zip(scores, prefill.keys, strict=True)]

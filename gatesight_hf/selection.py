@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gatesight_kernels import select_top
+from gatesight_kernels.checks import check_tensor, check_whole_number, described
 
 
 class Protected(NamedTuple):
@@ -41,16 +42,20 @@ def select(
         `(indices, valid)`: slots `[B, H, N]` (int64, ascending where valid) and `[B, N]` (bool).
 
     Raises:
-        ValueError: A score that is NaN, or a K beyond the evictable tokens of its row.
+        ValueError: A score that is NaN, a K beyond the evictable tokens of its row, or arguments of another form.
     """
+    check_tensor("scores", scores, "[B, H, T]")
     batch, heads, slots = scores.shape
+    _check_rows(batch, slots, "counts", counts, lengths, protected)
     rows: list[Tensor] = []
     for row in range(batch):
         start = slots - lengths[row]
         first, end = protected.evictable(lengths[row])
         candidates = scores[row, :, start + first : start + end]
         if counts[row] > candidates.shape[-1]:
-            raise ValueError(f"Row {row} cannot keep {counts[row]} of {candidates.shape[-1]} evictable entries.")
+            raise ValueError(
+                f"counts: row {row} cannot keep {counts[row]} of {candidates.shape[-1]} evictable entries."
+            )
         _refuse_nan(candidates)
         top = select_top(candidates, counts[row])
         always = torch.arange(start, slots, device=scores.device).expand(heads, -1)
@@ -102,7 +107,14 @@ def best_of_all(
     Args, Raises:
         See `select_global`.
     """
+    if not isinstance(scores, (list, tuple)) or not scores:
+        raise ValueError(f"scores must be a list of tensors [B, H, T], one for each layer, got {described(scores)}.")
+    for of_layer in scores:
+        check_tensor("scores", of_layer, "[B, H, T]")
+        if of_layer.shape[::2] != scores[0].shape[::2]:
+            raise ValueError(f"scores of layers differ in rows or slots: {[list(s.shape) for s in scores[:4]]}.")
     slots = scores[0].shape[-1]
+    _check_rows(len(scores[0]), slots, "totals", totals, lengths, protected)
     best = [torch.zeros_like(of_layer, dtype=torch.bool) for of_layer in scores]
     for row, length in enumerate(lengths):
         first, end = (slots - length + n for n in protected.evictable(length))
@@ -114,6 +126,19 @@ def best_of_all(
         for mask, part in zip(best, of_layers, strict=True):
             mask[row, :, first:end] = part.view(mask.shape[1], -1).to(mask.device)
     return best
+
+
+def _check_rows(rows: int, slots: int, name: str, numbers: list[int], lengths: list[int], protected: Protected) -> None:
+    """Raise an error unless `numbers` and `lengths` are a number for each row."""
+    for of_rows, values in ((name, numbers), ("lengths", lengths)):
+        if not isinstance(values, (list, tuple)) or len(values) != rows:
+            raise ValueError(f"{of_rows} must be a list of a number for each of {rows} rows, got {described(values)}.")
+        for value in values:
+            check_whole_number(of_rows, value, least=0)
+    if max(lengths, default=0) > slots:
+        raise ValueError(f"lengths: a row cannot hold {max(lengths)} tokens in {slots} slots.")
+    if not isinstance(protected, Protected):
+        raise ValueError(f"protected must be Protected(prefix, suffix), got {described(protected)}.")
 
 
 def _packed(keep: Tensor) -> tuple[Tensor, Tensor]:

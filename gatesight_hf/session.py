@@ -6,8 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gatesight_kernels.checks import INTEGERS, check_bool, check_tensor, check_whole_number, described
+
 from ._compat import CACHE_ARGUMENTS, cache_argument
 from .cache import GateSightCache
+from .checks import check_model, check_text, check_tokenizer
+from .errors import CacheStateError
 from .estimator import Estimator
 from .report import CacheReport
 from .scoring import Scorer
@@ -23,23 +27,25 @@ def prefill(model: Any, ids: Tensor, cache: GateSightCache, chunk_size: int | No
         chunk_size: Tokens per forward; None runs one.
 
     Raises:
-        ValueError: The chunk size is no whole number of 1 or more.
+        TypeError: No model, or no GateSight cache.
+        ValueError: No ids, or a chunk size that is no whole number of 1 or more.
     """
-    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
-        raise ValueError(f"prefill_chunk_size must be a whole number of 1 or more tokens, or None, got {chunk_size!r}.")
+    check_model(model)
+    check_tensor("ids", ids, "[B, T]", INTEGERS)
+    if not ids.numel():
+        raise ValueError(f"ids must hold tokens, got {described(ids)}.")
+    if not isinstance(cache, GateSightCache):
+        raise TypeError(f"cache must be a GateSightCache, got {described(cache)}.")
+    check_whole_number("prefill_chunk_size", chunk_size, or_none=True)
     with torch.no_grad():
         for chunk in ids.split(chunk_size or ids.shape[1], dim=1):
             model(chunk, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
 
 
+#: For messages about texts.
+ONE_DOCUMENT = "; a session holds one document"
 #: What `ask` gives to `generate` itself.
 _OWN = frozenset({*CACHE_ARGUMENTS, "inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids"})
-
-
-def _check_text(text: str, name: str) -> None:
-    """Raises TypeError unless it is a string."""
-    if not isinstance(text, str):
-        raise TypeError(f"{name} must be one string, got {type(text).__name__}; a session holds one document.")
 
 
 def _scorer(
@@ -63,9 +69,19 @@ class Session:
         model: The hybrid model.
         tokenizer: Its tokenizer.
         cache: A cache that holds the document, compacted.
+
+    Raises:
+        TypeError: No model, no tokenizer, or no GateSight cache.
+        CacheStateError: The cache is not compacted.
     """
 
     def __init__(self, model: Any, tokenizer: Any, cache: GateSightCache) -> None:
+        check_model(model)
+        check_tokenizer(tokenizer)
+        if not isinstance(cache, GateSightCache):
+            raise TypeError(f"cache must be a GateSightCache, got {described(cache)}.")
+        if not cache.is_compacted:
+            raise CacheStateError("cache is not compacted: prefill the document and call compact() before it is asked.")
         self.model = model
         self.tokenizer = tokenizer
         self.cache = cache
@@ -106,7 +122,10 @@ class Session:
             TypeError: The text is no string.
             OSError, ValueError: The document has no tokens, or see `GateSightCache.from_pretrained`.
         """
-        _check_text(text, "text")
+        check_text("text", text, ONE_DOCUMENT)
+        check_model(model)
+        check_tokenizer(tokenizer)
+        check_whole_number("prefill_chunk_size", prefill_chunk_size, or_none=True)
         scorer = _scorer(estimator, revision, token, cache_dir, local_files_only)
         cache = GateSightCache(
             scorer,
@@ -120,7 +139,7 @@ class Session:
         )
         ids = tokenizer(text, return_tensors="pt").input_ids.to(model.device)
         if ids.shape[1] == 0:
-            raise ValueError("The document has no tokens.")
+            raise ValueError("The document, text, has no tokens.")
         prefill(model, ids, cache, prefill_chunk_size)
         cache.compact()
         return cls(model, tokenizer, cache)
@@ -150,13 +169,15 @@ class Session:
 
         Raises:
             TypeError: The question is no string, or an option stands for it.
-            ValueError: The question has no tokens, or options that give several sequences.
+            ValueError: The question has no tokens, `max_new_tokens` below 1, or options that give several sequences.
         """
         if given := sorted(_OWN.intersection(generate_options)):
             raise TypeError(
                 f"ask() makes {given[0]} of the question by itself: leave it out, or call generate of the model with "
                 "session.cache.fork()."
             )
+        check_whole_number("max_new_tokens", max_new_tokens)
+        check_bool("keep", keep)
         ids, cache = self._ids(question, "question"), self.cache.fork()
         seen = cache.get_seq_length()
         output = self.model.generate(
@@ -167,7 +188,9 @@ class Session:
         )
         sequences = getattr(output, "sequences", output)
         if len(sequences) > 1:
-            raise ValueError("ask() gives one answer; for several sequences call generate with session.cache.fork().")
+            raise ValueError(
+                "ask() gives one answer; for num_return_sequences call generate with session.cache.fork()."
+            )
         if keep:
             if cache.batch_size > 1:
                 cache = self.cache.fork()  # of beams it holds several, and the best may not be among them
@@ -217,7 +240,7 @@ class Session:
         return self.cache.report()
 
     def _ids(self, text: str, kind: str) -> Tensor:
-        _check_text(text, kind)
+        check_text(kind, text, ONE_DOCUMENT)
         ids = self.tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids.to(self.model.device)
         if ids.shape[1] == 0:
             raise ValueError(f"The {kind} has no tokens.")

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from gatesight_kernels.checks import described
+
 from ._compat import CACHE_ARGUMENTS, cache_argument, cache_of_call, selected_entries, selection_mask
 from .attention import AttentionView, named_arguments
 from .errors import UnsupportedModelError
@@ -165,9 +167,25 @@ def gdn_signals(adapter: FamilyAdapter, layer: Any, outputs: dict[str, Tensor], 
 # -- hooks: module-level functions, so that models with hooks can still be copied and pickled --------------------------
 
 
+def _checked_cache(kwargs: dict[str, Any]) -> Any:
+    """The cache of a call of the model, or None.
+
+    Raises:
+        TypeError: It is no cache.
+        ValueError: There are two.
+    """
+    given = [name for name in CACHE_ARGUMENTS if kwargs.get(name) is not None]
+    cache = cache_of_call(kwargs)
+    if any(kwargs[name] is not cache for name in given):
+        raise ValueError(f"{' and '.join(given)} are different caches: give one of them.")
+    if given and (isinstance(cache, type) or not hasattr(cache, "get_seq_length")):
+        raise TypeError(f"{given[0]} must be a cache, such as a GateSightCache, got {described(cache)}.")
+    return cache
+
+
 def _rename_cache(native: str, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """Both names of the cache argument, of which one is the model's own, work on every version, without a warning."""
-    cache = cache_of_call(kwargs)
+    cache = _checked_cache(kwargs)
     if isinstance(cache, SignalSink) and native not in kwargs:
         return args, {**{k: v for k, v in kwargs.items() if k not in CACHE_ARGUMENTS}, native: cache}
     return None
@@ -288,7 +306,7 @@ def _index(
 def _generate(model: Any, before: Any, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
     """`generate` of the model, which first tells a GateSight cache what it is given."""
     generate = before if before is not None else MethodType(type(model).generate, model)
-    cache = cache_of_call(kwargs)
+    cache = _checked_cache(kwargs)
     if not isinstance(cache, SignalSink):
         return generate(inputs, *args, **kwargs)
     kwargs = {k: v for k, v in kwargs.items() if k not in CACHE_ARGUMENTS}
@@ -417,9 +435,10 @@ def attach(model: Any) -> SignalHooks:
     Where projections were exchanged since then (adapters, quantisation), hooks are put on the new ones.
 
     Raises:
+        TypeError: It is no model.
         UnsupportedModelError: The model is no hybrid of a known family, or multimodal only by its configuration.
     """
-    modules = find_modules(model, HybridSpec.from_config(model.config))
+    modules = find_modules(model, HybridSpec.of(model))
     if model.config.model_type in adapter_for(model.config).multimodal_types and not core_of(model, modules.decoder):
         raise UnsupportedModelError(
             f"{type(model).__name__} is configured as a multimodal model, but no module in it joins the text model to "

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import check_path
 from .compaction import CompactionOptions, Plan
 from .errors import CacheStateError, SessionFileError, SessionMismatchError
 from .hybrid import HybridSpec
@@ -126,6 +127,7 @@ class CacheFile:
     """
 
     def __init__(self, path: str | Path) -> None:
+        check_path("path", path)  # before errors are said to be the file's
         self._path = path
         with _errors_of(path):
             self._file = TensorFile(path)

@@ -21,6 +21,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from .checks import check_path
+
 #: Bytes of the longest JSON that is parsed: two hundred tensors take 25 KB, and Python needs some 20 times as much.
 JSON_LIMIT = 2**20
 #: Of a tensor, or far more.
@@ -105,9 +107,11 @@ class TensorFile:
     """
 
     def __init__(self, path: str | Path) -> None:
+        check_path("path", path)
         path = Path(path)
         if not path.is_file():  # and no pipe, which would block
-            raise FileNotFoundError(f"{path}: no such file.")
+            what = "a folder, and no such file" if path.is_dir() else "no such file"
+            raise FileNotFoundError(f"{path}: {what}.")
         self._file = path.open("rb", buffering=0)
         try:
             self._header = self._read_header()
@@ -270,9 +274,12 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: It cannot be written there.
     """
+    check_path("path", path)
     target = Path(os.path.realpath(path))  # what a link names is replaced, not the link
     if target.is_dir():
-        raise IsADirectoryError(f"{target} is a folder.")
+        raise IsADirectoryError(f"path: {target} is a folder; give the name of a file.")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"path: there is no folder {target.parent} for {target.name}.")
     temporary = target.with_name(f".gatesight-{secrets.token_hex(8)}.tmp")
     try:
         with temporary.open("xb") as file:

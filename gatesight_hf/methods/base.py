@@ -2,14 +2,13 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..attention import RotaryTables
 from ..hybrid import HybridSpec
-from ..scoring import Needs, Prefill, QueryMoments
+from ..scoring import Needs, Prefill, QueryMoments, check_prefill
 
 #: Beyond every score a method computes, and small enough to be told apart from its neighbours in float32.
 PROTECTED = 1e30
@@ -90,6 +89,7 @@ class RowScorer(ABC):
         """Fits every hybrid unless a method says otherwise."""
 
     def score(self, prefill: Prefill) -> list[Tensor]:
+        check_prefill(prefill)
         rows = [Row(prefill, index) for index in range(len(prefill.lengths))]
         return [self._padded([self.score_row(row, j) for row in rows], prefill, j) for j in range(len(prefill.keys))]
 
@@ -117,9 +117,3 @@ def protect(scores: Tensor, first: int = 0, last: int = 0) -> Tensor:
     heads = scores.shape[0]
     middle = scores[:, first : count - last]
     return torch.cat([head.expand(heads, -1), middle, tail.expand(heads, -1)], dim=-1)
-
-
-def positive(name: str, value: Any, least: int = 1) -> None:
-    """Raises ValueError unless `value` is a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} is a whole number >= {least}, got {value!r}.")

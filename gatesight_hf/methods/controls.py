@@ -7,8 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gatesight_kernels.checks import check_whole_number, described
+
+from ..checks import check_model
 from ..hybrid import HybridSpec
-from ..scoring import Needs, Prefill
+from ..scoring import Needs, Prefill, check_prefill
 from ..utility import continuation_utilities, normalise
 
 
@@ -19,10 +22,14 @@ class RandomScorer:
     seed: int = 0
     needs: ClassVar[Needs] = Needs()
 
+    def __post_init__(self) -> None:
+        check_whole_number("seed", self.seed, least=None)
+
     def check(self, spec: HybridSpec) -> None:
         """Random eviction fits every model."""
 
     def score(self, prefill: Prefill) -> list[Tensor]:
+        check_prefill(prefill)
         scores = []
         for ordinal, keys in enumerate(prefill.keys):
             drawn = self.seed * 1_000_003 + ordinal + 7919 * sum(prefill.before)  # others for later tokens
@@ -51,11 +58,20 @@ class OracleScorer:
         return self
 
     def check(self, spec: HybridSpec) -> None:
-        """Fits every hybrid."""
-        if not self.continuations or not all(self.continuations):
-            raise ValueError("OracleScorer needs at least one continuation, and tokens in each.")
+        """Raises TypeError or ValueError unless there are a model and continuations of it."""
+        check_model(self.model)
+        given = self.continuations if isinstance(self.continuations, (list, tuple)) else ()
+        if not given or not all(isinstance(of_one, (list, tuple)) and of_one for of_one in given):
+            raise ValueError(
+                "OracleScorer needs at least one continuation, and tokens in each: continuations must be a tuple of "
+                f"tuples of ids, got {described(self.continuations)}."
+            )
+        for of_one in given:
+            for token in of_one:
+                check_whole_number("an id of continuations", token, least=0)
 
     def score(self, prefill: Prefill) -> list[Tensor]:
+        check_prefill(prefill)
         if len(prefill.lengths) > 1 or prefill.fork is None:
             raise ValueError(f"OracleScorer rates one context at a time, got a batch of {len(prefill.lengths)} rows.")
         context = prefill.lengths[0]

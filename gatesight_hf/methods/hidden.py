@@ -5,8 +5,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from gatesight_kernels.checks import check_whole_number, described
+
+from ..checks import check_text
 from ..features import AGES
-from ..hybrid import HybridSpec
+from ..hybrid import HybridSpec, check_spec
 from ..mlp import CONFIG_NAME, FORMAT_VERSION, MLPConfig, MLPScorer, check_format
 from ..scoring import Needs, Prefill
 
@@ -43,6 +46,15 @@ class HiddenStateConfig(MLPConfig):
     def for_model(
         cls, spec: HybridSpec, base_model: str, model_width: int, hidden_size: int = 64
     ) -> "HiddenStateConfig":
+        """Of a scorer for models of a layout.
+
+        Raises:
+            TypeError, ValueError: No layout, no name, or sizes below 1.
+        """
+        check_spec(spec)
+        check_text("base_model", base_model)
+        check_whole_number("model_width", model_width)
+        check_whole_number("hidden_size", hidden_size)
         return cls(
             base_model=base_model,
             fingerprint=spec.fingerprint,
@@ -54,6 +66,8 @@ class HiddenStateConfig(MLPConfig):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "HiddenStateConfig":
+        if not isinstance(data, dict):
+            raise ValueError(f"data must be the object of a {CONFIG_NAME}, got {described(data)}.")
         if data.get("kind") == KIND:
             # Format 1 did not say its version.
             check_format("Hidden-state scorer", data.get("format_version", 1))

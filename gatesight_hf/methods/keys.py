@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gatesight_kernels.checks import check_whole_number
+
 from ..scoring import Needs
-from .base import Row, RowScorer, positive, protect
+from .base import Row, RowScorer, protect
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,8 @@ class LagKV(RowScorer):
     lag: int = 128
 
     def __post_init__(self) -> None:
-        positive("sinks", self.sinks, least=0)
-        positive("lag", self.lag)
+        check_whole_number("sinks", self.sinks, least=0)
+        check_whole_number("lag", self.lag)
 
     @property
     def needs(self) -> Needs:
@@ -85,7 +87,7 @@ class StreamingLLM(RowScorer):
     sinks: int = 4
 
     def __post_init__(self) -> None:
-        positive("sinks", self.sinks, least=0)
+        check_whole_number("sinks", self.sinks, least=0)
 
     def score_row(self, row: Row, ordinal: int) -> Tensor:
         positions = row.first + torch.arange(row.length, device=row.prefill.keys[ordinal].device, dtype=torch.float32)

@@ -6,12 +6,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from gatesight_kernels.checks import check_whole_number, described
+
 from .._compat import cache_argument
 from ..attention import AttentionView
+from ..checks import check_text, check_tokenizer
 from ..errors import CacheStateError
 from ..hybrid import HybridSpec
-from ..scoring import Needs, Prefill
-from .base import positive, protect
+from ..scoring import Needs, Prefill, check_prefill
+from .base import protect
 
 FIRST_PROMPT = "\n\nRepeat the previous context exactly."
 LATER_PROMPT = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -48,20 +51,25 @@ class KVzip:
     needs: ClassVar[Needs] = Needs(whole=True)
 
     def __post_init__(self) -> None:
-        positive("chunk", self.chunk)
-        positive("sinks", self.sinks, least=0)
+        check_whole_number("chunk", self.chunk)
+        check_whole_number("sinks", self.sinks, least=0)
+        check_text("suffix", self.suffix)
+        if not isinstance(self.prompts, (list, tuple)) or [type(text) for text in self.prompts] != [str, str]:
+            raise ValueError(f"prompts must be two texts, got {described(self.prompts)}.")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVzip":
         # It never changes, and a copied cache should not bring a copy of the model.
         return self
 
     def check(self, spec: HybridSpec) -> None:
-        """Raises ValueError if the model is of another layout."""
-        own = HybridSpec.from_config(self.model.config)
+        """Raises TypeError unless there are a model and its tokenizer, and ValueError if it is of another layout."""
+        own = HybridSpec.of(self.model)
+        check_tokenizer(self.tokenizer)
         if own.fingerprint != spec.fingerprint:
             raise ValueError(f"KVzip was given {own.describe()}, but the cache is for {spec.describe()}.")
 
     def score(self, prefill: Prefill) -> list[Tensor]:
+        check_prefill(prefill)
         if prefill.ids is None or prefill.fork is None:
             raise CacheStateError(
                 "KVzip repeats the context by its token ids, but the cache was given embeddings, or images or videos."

@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gatesight_kernels.checks import check_bool, check_whole_number, described
+
 from ..attention import apply_rotary
 from ..scoring import Needs, QueryMoments
-from .base import Row, RowScorer, positive, protect
+from .base import Row, RowScorer, protect
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,12 @@ class SnapKV(RowScorer):
     pool: str = "mean"
 
     def __post_init__(self) -> None:
-        positive("window", self.window)
-        positive("kernel", self.kernel)
+        check_whole_number("window", self.window)
+        check_whole_number("kernel", self.kernel)
         if self.kernel % 2 == 0:
             raise ValueError(f"kernel must be odd, so that a neighbourhood has a middle, got {self.kernel}.")
         if self.pool not in ("mean", "max"):
-            raise ValueError(f"pool must be mean or max, got {self.pool!r}.")
+            raise ValueError(f"pool must be mean or max, got {described(self.pool)}.")
 
     @property
     def needs(self) -> Needs:
@@ -79,9 +81,10 @@ class ExpectedAttention(RowScorer):
     value_norm: bool = True
 
     def __post_init__(self) -> None:
-        positive("future", self.future)
+        check_whole_number("future", self.future)
         if isinstance(self.epsilon, bool) or not isinstance(self.epsilon, (int, float)) or not 0 <= self.epsilon < inf:
-            raise ValueError(f"epsilon is a finite number >= 0, got {self.epsilon!r}.")
+            raise ValueError(f"epsilon must be a finite number of 0 or more, got {described(self.epsilon)}.")
+        check_bool("value_norm", self.value_norm)
 
     @property
     def needs(self) -> Needs:

@@ -7,15 +7,19 @@ from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
+
+from gatesight_kernels.checks import INTEGERS, check_tensor, described
 
 from .._compat import cache_argument
 from ..attention import AttentionView, apply_rotary
 from ..cache import GateSightCache
+from ..checks import check_path, check_text
 from ..errors import EstimatorMismatchError
 from ..hybrid import HybridSpec
 from ..scoring import Prefill, Recorder
+from ..tensor_files import replacing
 from .base import Row, RowScorer
 
 Nope = Literal["none", "mean", "full"]
@@ -53,8 +57,19 @@ class TriAttention(RowScorer):
     def __post_init__(self) -> None:
         options = (("nope", get_args(Nope)), ("mode", get_args(Mode)), ("aggregation", ("mean", "max")))
         for name, known in options:
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}.")
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {described(value)}.")
+        check_text("fingerprint", self.fingerprint)
+        layers = self.statistics if isinstance(self.statistics, (list, tuple)) else [None]
+        for of_layer in layers:
+            if not isinstance(of_layer, dict) or set(of_layer) != {"mean", "magnitude"}:
+                raise ValueError(
+                    "statistics must be a list of a mean and a magnitude for each attention layer, as calibrate "
+                    f"gathers them, got {described(self.statistics)}."
+                )
+            check_tensor("mean of statistics", of_layer["mean"], "[heads, D]")
+            check_tensor("magnitude of statistics", of_layer["magnitude"], "[heads, parts]")
 
     def __repr__(self) -> str:
         return f"TriAttention(nope={self.nope!r}, mode={self.mode!r}, aggregation={self.aggregation!r})"
@@ -71,7 +86,7 @@ class TriAttention(RowScorer):
         if found != expected:
             raise ValueError(f"Mean queries have the shapes {found}, where the layout they name has {expected}.")
         for of_layer in self.statistics:
-            heads, parts = of_layer["magnitude"].shape if of_layer["magnitude"].ndim == 2 else (0, 0)
+            heads, parts = of_layer["magnitude"].shape
             if heads != spec.num_attention_heads or not spec.head_dim // 2 <= parts <= spec.head_dim:
                 raise ValueError(f"Magnitudes have the shape {tuple(of_layer['magnitude'].shape)}, which fits no RoPE.")
             if not all(part.dtype == torch.float32 and part.isfinite().all() for part in of_layer.values()):
@@ -120,11 +135,14 @@ class TriAttention(RowScorer):
             model: The hybrid model.
             ids: `[B, T]`, without padding.
             options: `nope`, `mode`, `aggregation`.
+
+        Raises:
+            TypeError, ValueError: No hybrid model, no ids, or unknown options.
         """
-        if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.numel() == 0:
-            given = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
-            raise ValueError(f"Calibration text is token ids [B, T], got {given}.")
-        spec = HybridSpec.from_config(model.config)
+        check_tensor("ids", ids, "[B, T]", INTEGERS)
+        if ids.numel() == 0:
+            raise ValueError("ids hold no tokens to calibrate on.")
+        spec = HybridSpec.of(model)
         cache = GateSightCache(Recorder(), model, allocation="flat")
         statistics: list[dict[str, Tensor]] = []
 
@@ -138,11 +156,17 @@ class TriAttention(RowScorer):
         return cls(statistics, spec.fingerprint, **options)
 
     def save(self, path: str | Path) -> None:
-        """Write the statistics as one safetensors file that names the layout they are for."""
+        """Write the statistics as one safetensors file that names the layout they are for.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        check_path("path", path)
         layers = enumerate(self.statistics)
         tensors = {f"{j}.{name}": tensor.contiguous() for j, layer in layers for name, tensor in layer.items()}
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, path, metadata={"triattention": json.dumps({"fingerprint": self.fingerprint})})
+        with replacing(path) as file:
+            file.write(save(tensors, metadata={"triattention": json.dumps({"fingerprint": self.fingerprint})}))
 
     @classmethod
     def load(cls, path: str | Path, **options: Any) -> "TriAttention":
@@ -152,6 +176,7 @@ class TriAttention(RowScorer):
             FileNotFoundError: There is no such file.
             ValueError: It is no file of TriAttention statistics.
         """
+        check_path("path", path)
         if not Path(path).is_file():
             raise FileNotFoundError(f"{path}: no such file; TriAttention.calibrate(model, ids).save(path) makes it.")
         try:

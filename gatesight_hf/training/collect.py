@@ -7,6 +7,7 @@ was killed goes on where it stopped, and memory does not grow with the number of
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -16,6 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
+
+from gatesight_kernels.checks import INTEGERS, check_tensor, check_whole_number, described
 
 from .._compat import cache_argument
 from ..cache import GateSightCache
@@ -48,6 +51,16 @@ class Sampling:
     seed: int = 0
     rows: int | None = None
 
+    def __post_init__(self) -> None:
+        check_whole_number("continuations", self.continuations)
+        check_whole_number("tokens", self.tokens)
+        check_whole_number("seed", self.seed, least=None)
+        check_whole_number("rows", self.rows, or_none=True)
+        if not isinstance(self.temperature, (int, float)) or not 0 < self.temperature < inf:
+            raise ValueError(f"temperature must be a finite number above 0, got {described(self.temperature)}.")
+        if not isinstance(self.prompts, (list, tuple)) or not self.prompts:
+            raise ValueError(f"prompts must be a tuple of tuples of ids, got {described(self.prompts)}.")
+
 
 def document_tensors(
     model: Any, ids: Tensor, sampling: Sampling, seed: int, hidden_states: bool = False
@@ -65,7 +78,12 @@ def document_tensors(
         `signals.{i}` `[T, 3, HV]` per GDN ordinal; `hidden.{j}` `[T, C]` per attention ordinal if asked for; and
         `utilities` `[L, H, T]`, float32, max-normalised per layer and head.
     """
-    spec = HybridSpec.from_config(model.config)
+    spec = HybridSpec.of(model)
+    check_tensor("ids", ids, "[1, T]", INTEGERS)
+    if len(ids) != 1 or not isinstance(sampling, Sampling):
+        raise ValueError(
+            f"ids must be one row, and sampling a Sampling, got {described(ids)} and {described(sampling)}."
+        )
     name = cache_argument(model)
     needs = Needs(signals=True, hidden=hidden_states)
     parent = GateSightCache(Recorder(needs), model, kept_fraction=1.0, allocation="flat")

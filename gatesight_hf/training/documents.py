@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from gatesight_kernels.checks import described
+
 from ..reference import documents as reference_documents
 
 #: The shortest text worth a document, as a share of the asked length.
@@ -22,7 +24,9 @@ def read_texts(paths: Sequence[Path]) -> Iterator[str]:
         FileNotFoundError: A path does not exist.
         ValueError: A file of another kind, or a line without `text`.
     """
-    for path in paths:
+    if not isinstance(paths, (list, tuple)):
+        raise ValueError(f"paths must be a list of paths, got {described(paths)}.")
+    for path in map(Path, paths):
         if not path.exists():
             raise FileNotFoundError(f"{path}: no such file or folder.")
         if path.is_dir():

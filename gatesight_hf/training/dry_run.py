@@ -64,7 +64,7 @@ def check_shapes(model: Any, args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: A shape is not what the layout says.
     """
-    spec = HybridSpec.from_config(model.config)
+    spec = HybridSpec.of(model)
     config = EstimatorConfig.for_model(spec, "", args.window, args.hidden_size)
     modules, adapter = find_modules(model, spec), adapter_for(spec)
     hidden = torch.empty((1, TOKENS, model.config.hidden_size), dtype=model.dtype, device="meta")

@@ -8,6 +8,7 @@ matters to selection.
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from gatesight_kernels import age_features
+from gatesight_kernels.checks import check_whole_number, described
 
 from ..estimator import Estimator, EstimatorConfig
 from ..features import AGES, assemble, feature_names
@@ -41,6 +43,14 @@ class FitOptions:
     learning_rate: float = 3e-3
     weight_decay: float = 1e-2
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_whole_number("epochs", self.epochs)
+        check_whole_number("seed", self.seed, least=None)
+        for name in ("learning_rate", "weight_decay"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not 0 <= value < inf:
+                raise ValueError(f"{name} must be a finite number of 0 or more, got {described(value)}.")
 
 
 def signal_inputs(config: EstimatorConfig) -> InputFunction:
@@ -231,7 +241,13 @@ def fit(
         options: Of training.
         hidden_config: Of the scorer on hidden states, if they were collected and it is to be fitted too.
         inputs_of: Other inputs than `signal_inputs`, for measurements: as many, ages last.
+
+    Raises:
+        ValueError: No shards.
     """
+    for name, paths in (("train", train), ("held_out", held_out)):
+        if not isinstance(paths, (list, tuple)) or not paths:
+            raise ValueError(f"{name} must be a list of shards, at least one, got {described(paths)}.")
     inputs_of = inputs_of or signal_inputs(config)
     moments = gather_moments(inputs_of, train)
     mlps = fit_mlps(inputs_of, config.hidden_size, train, moments, options, label="fit mlp")

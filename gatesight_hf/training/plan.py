@@ -98,7 +98,7 @@ def layout_of(model: Any) -> Layout:
     Raises:
         UnsupportedModelError: It is no hybrid of a known family.
     """
-    config, spec = model.config, HybridSpec.from_config(model.config)
+    config, spec = model.config, HybridSpec.of(model)
     counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
     head = model.get_output_embeddings().weight.numel()
     tables = sum(n for name, n in counts.items() if any(table in name for table in TABLES))
@@ -212,7 +212,7 @@ def training_plan(model: Any, name: str, args: argparse.Namespace, machine: Mach
         UnsupportedModelError: The model is no hybrid of a known family.
     """
     layout = layout_of(model)
-    config = EstimatorConfig.for_model(HybridSpec.from_config(model.config), name, args.window, args.hidden_size)
+    config = EstimatorConfig.for_model(HybridSpec.of(model), name, args.window, args.hidden_size)
     sizes = estimator_sizes(config)
     return {
         "layout": asdict(layout)

@@ -163,7 +163,7 @@ def collect_from_arguments(args: argparse.Namespace, longer_documents: int = 0, 
         documents = documents_of(longer_length, seed + 2_000_000)
         longer = gather("longer", documents, longer_documents, longer_length, seed + 2_000_000)
     run.wait_for_everyone()
-    spec = HybridSpec.from_config(model.config)
+    spec = HybridSpec.of(model)
     return Collected(model, name, spec, settings, train, held_out, longer, run.is_main_process)
 
 

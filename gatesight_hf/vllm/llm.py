@@ -9,6 +9,8 @@ from typing import Any
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.config import KVTransferConfig
 
+from gatesight_kernels.checks import check_whole_number
+
 from . import register
 from .connector import MAX_SESSIONS, GateSightConnector
 from .messages import ASK, DROP, GATESIGHT, NO_PROMPT, OPEN, REPORT, OpenOptions
@@ -173,8 +175,7 @@ def engine_options(estimator: str | Path | Mapping[str, str | Path], **config: A
     if not estimators:
         raise ValueError("An engine needs an estimator: give its folder or Hub repo.")
     most = config.pop("max_sessions", MAX_SESSIONS)
-    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-        raise ValueError(f"max_sessions is a whole number >= 1, got {most!r}.")
+    check_whole_number("max_sessions", most)
     options = OpenOptions(scorer=next(iter(estimators))).updated(config)
     options.check_scorer(list(estimators))
     return {

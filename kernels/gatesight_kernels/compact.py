@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .backend import runs_triton
+from .checks import check_tensor, described
 
 #: Rows that the twin moves at a time in place: bounds its scratch memory.
 ROWS_PER_TILE = 1024
@@ -30,8 +31,14 @@ def compact_rows(rows: Tensor, indices: Tensor, in_place: bool = False) -> Tenso
         ValueError: Shapes that do not belong together.
         RuntimeError: Triton is forced and cannot run.
     """
-    if rows.shape[:2] != indices.shape[:2] or indices.ndim != 3 or indices.shape[2] > rows.shape[2]:
-        raise ValueError(f"indices must be [B, H, N] for rows [B, H, T, D], got {indices.shape} for {rows.shape}.")
+    check_tensor("rows", rows, "[B, H, T, D]")
+    check_tensor("indices", indices, "[B, H, N]", (torch.int64,))
+    if rows.device != indices.device:
+        raise ValueError(f"indices must be on the device of rows, {rows.device}, got {described(indices)}.")
+    if rows.shape[:2] != indices.shape[:2] or indices.shape[2] > rows.shape[2]:
+        raise ValueError(
+            f"indices must be [B, H, N] for rows [B, H, T, D], got {list(indices.shape)} for {list(rows.shape)}."
+        )
     if runs_triton(rows, indices):
         from .triton_ops.compact import compact_rows_triton
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .backend import runs_triton
+from .checks import check_tensor
 
 #: Tokens that the twin works on at a time, see `signals.TOKENS_PER_TILE`.
 TOKENS_PER_TILE = 512
@@ -19,8 +20,10 @@ def gate_means(gate: Tensor) -> Tensor:
         `[B, T]`, float32.
 
     Raises:
+        ValueError: Logits of another form.
         RuntimeError: Triton is forced and cannot run.
     """
+    check_tensor("gate", gate, "[B, T, heads, D]")
     if runs_triton(gate):
         from .triton_ops.gates import gate_means_triton
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .checks import check_bool, check_tensor, check_whole_number, described
+
 NUM_AGES = 3
 
 
@@ -24,7 +26,12 @@ def age_features(start: int, stop: int, length: int, device: torch.device | None
     Returns:
         `[stop - start, 3]`, float32, each in [0, 1]: age / (length - 1), and log(1 + age) and log(1 + position), both
         divided by log(length). They are 0 in a context of one token.
+
+    Raises:
+        ValueError: Not 0 <= start <= stop <= length.
     """
+    for name, value, least in (("start", start, 0), ("stop", stop, start), ("length", length, stop)):
+        check_whole_number(name, value, least)
     position = torch.arange(start, stop, device=device)
     age, position = (length - 1 - position).float(), position.float()
     oldest, log_oldest = age_scales(length)
@@ -81,8 +88,25 @@ def pack_mlp(
         ages: Whether ages are inputs.
         dtype: Of the first layer, see `packed_dtype`.
         device: Of the result.
+
+    Raises:
+        ValueError: Shapes that do not belong together.
     """
+    check_tensor("weight_in", weight_in, "[H, F, W]")
     heads, size, width = weight_in.shape
+    others: dict[str, tuple[Tensor, tuple[int, ...]]] = {
+        "bias_in": (bias_in, (heads, width)),
+        "weight_out": (weight_out, (heads, width)),
+    }
+    others |= {"bias_out": (bias_out, (heads,)), "mean": (mean, (size,)), "std": (std, (size,))}
+    for name, (tensor, shape) in others.items():
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{name} must have shape {shape}, as weight_in has {tuple(weight_in.shape)}, got {described(tensor)}."
+            )
+    check_bool("ages", ages)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating-point one, got {dtype}.")
     first = weight_in.double().transpose(0, 1).reshape(size, heads * width)
     mean, inverse_std = mean.double(), 1 / std.double()
     folded = first * inverse_std.unsqueeze(1)

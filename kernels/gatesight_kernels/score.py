@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .backend import runs_triton
+from .checks import check_tensor, check_whole_number, described
 from .packing import PackedMLP, age_features
 
 #: Tokens that the twin works on at a time: bounds its scratch memory, whatever the context's length.
@@ -15,6 +16,7 @@ TOKENS_PER_TILE = 1024
 
 def packed_dtype(inputs: Tensor) -> torch.dtype:
     """The dtype to pack MLPs in for these inputs: theirs for the Triton kernel, float32 for the twin."""
+    check_tensor("inputs", inputs, "[T, F]")
     return inputs.dtype if runs_triton(inputs) else torch.float32
 
 
@@ -31,9 +33,17 @@ def score_entries(blocks: Sequence[Tensor], mlp: PackedMLP, first: int = 0) -> T
         `[H, T]`, float32.
 
     Raises:
-        ValueError: Blocks of different lengths, or not of F inputs.
+        TypeError: `mlp` is not packed.
+        ValueError: Blocks of different lengths, or not of F inputs, or a position below 0.
         RuntimeError: Triton is forced and cannot run.
     """
+    if not isinstance(mlp, PackedMLP):
+        raise TypeError(f"mlp must be what pack_mlp gives, got {described(mlp)}.")
+    if not isinstance(blocks, (list, tuple)):
+        raise ValueError(f"blocks must be a list of tensors [T, F], got {described(blocks)}.")
+    for block in blocks:
+        check_tensor("blocks", block, "[T, F]")
+    check_whole_number("first", first, least=0)
     lengths, inputs = {len(block) for block in blocks}, sum(block.shape[1] for block in blocks)
     if len(lengths) != 1 or inputs != len(mlp.weight):
         shapes = [tuple(block.shape) for block in blocks]

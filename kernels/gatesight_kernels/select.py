@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .backend import runs_triton
+from .checks import check_tensor, described
 
 
 def select_top(scores: Tensor, count: int) -> Tensor:
@@ -17,11 +18,13 @@ def select_top(scores: Tensor, count: int) -> Tensor:
         `[H, K]`, int64.
 
     Raises:
-        ValueError: More than T are asked for.
+        ValueError: Scores of another form, or more than T are asked for.
         RuntimeError: Triton is forced and cannot run.
     """
-    if not 0 <= count <= scores.shape[1]:
-        raise ValueError(f"Cannot select {count} of {scores.shape[1]} entries.")
+    check_tensor("scores", scores, "[H, T]")
+    length = scores.shape[1]
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= length:
+        raise ValueError(f"Cannot select {described(count)} of {length} entries: count is a number from 0 to {length}.")
     if runs_triton(scores):
         from .triton_ops.select import select_top_triton
 

@@ -1,10 +1,13 @@
 """β, g and ‖v‖ of a Gated-DeltaNet layer from the outputs of its projections."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .backend import runs_triton
+from .checks import check_tensor, described
 
 #: Tokens that the twin works on at a time: its tiles stay in the processor's cache, which is most of its speed.
 TOKENS_PER_TILE = 128
@@ -106,14 +109,15 @@ def _check(
     bias: Tensor | None,
     context: Tensor | None,
 ) -> None:
+    check_tensor("b", b, "[B, T, HV]")
+    check_tensor("values", values, "[B, T, G, C]")
+    check_tensor("weight", weight, "[HV · D, K]")
     batch, length, heads = b.shape
     channels, taps = weight.shape
     groups, per_group = values.shape[2:]
     if groups * per_group != channels or channels % heads or per_group % (channels // heads):
-        raise ValueError(
-            f"{channels} channels of the convolution are not {heads} whole heads in {groups} groups of {per_group}."
-        )
-    expected = {
+        raise ValueError(f"weight: {channels} channels are not {heads} whole heads in {groups} groups of {per_group}.")
+    expected: dict[str, tuple[Any, tuple[int, ...]]] = {
         "a": (a, (batch, length, heads)),
         "values": (values, (batch, length, groups, per_group)),
         "log_a": (log_a, (heads,)),
@@ -122,5 +126,7 @@ def _check(
         "context": (context, (batch, channels, taps - 1)),
     }
     for name, (tensor, shape) in expected.items():
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}.")
+        if tensor is None and name in ("bias", "context"):
+            continue
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {described(tensor)}.")
