@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers import GenerationConfig
 
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 
@@ -65,13 +66,13 @@ def generation_option(model: Any, arguments: dict[str, Any], name: str) -> Any:
     return next((value for value in given if value is not None), None)
 
 
-def lengthened(arguments: dict[str, Any], more: int) -> dict[str, Any]:
+def lengthened(model: Any, arguments: dict[str, Any], more: int) -> dict[str, Any]:
     """Arguments of a `generate` whose prompt was made longer by `more` pads, which lengths in tokens count too."""
-    lengths = {
-        name: value + more
-        for name in ("max_length", "min_length")
-        if (value := arguments.get(name) or getattr(arguments.get("generation_config"), name, None))
-    }
+    lengths = {}
+    for name, other in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
+        value = generation_option(model, arguments, name)
+        if value and generation_option(model, arguments, other) is None and value != getattr(GenerationConfig(), name):
+            lengths[name] = value + more
     return {**arguments, **lengths}
 
 

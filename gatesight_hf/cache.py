@@ -1,6 +1,7 @@
 """GateSightCache: the life of one context. Prefill, compaction, forks, serving."""
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
@@ -16,7 +17,7 @@ from ._compat import cache_argument
 from .attention import rotary_tables
 from .calls import CallFollower
 from .compaction import CompactionOptions, plan_compaction
-from .errors import CacheStateError
+from .errors import CacheStateError, SessionMismatchError
 from .estimator import Estimator
 from .families import adapter_for
 from .growing import carry_out, check_can_grow, plan_growing
@@ -192,7 +193,7 @@ class GateSightCache(CallFollower):
         if self.attention_layers[0].tail_length == 0:
             return self.report()
         layers = self.attention_layers
-        with torch.no_grad():
+        with torch.no_grad(), self._all_or_nothing():
             plan, scores = plan_growing(
                 prefill, layers, self.scorer, recording.gate_means, self.options, self._kv_bytes()
             )
@@ -200,7 +201,7 @@ class GateSightCache(CallFollower):
             carry_out(plan, layers, scores, quantised=self.options.entries_dtype is not None)
             for state in self.bounded_layers:
                 state.detach()
-        self._plan, self._recording = plan.carried_out(), recording.after_compaction()
+            self._plan, self._recording = plan.carried_out(), recording.after_compaction()
         self._seconds["score"] += scored - begun
         self._seconds["compact"] += self._clock() - scored
         return self.report()
@@ -297,7 +298,8 @@ class GateSightCache(CallFollower):
         vars(child).update(vars(self))
         child.scorer = scorer or self.scorer
         child.options = wanted
-        child._watcher = None
+        child._watcher, child._before, child._taken = None, None, Counter()
+        child.running = child.in_call = False
         child.layers = [layer.fork() for layer in self._all_layers]
         if self._recording is not None:
             self._recording.join_signals()  # once for all forks
@@ -322,8 +324,9 @@ class GateSightCache(CallFollower):
 
     def reset(self) -> None:
         """Forget the context: the cache is as new, and can prefill another one."""
-        super().reset()
-        self._clear()
+        with self._all_or_nothing():
+            super().reset()
+            self._clear()
 
     def tie(self, model: Any) -> None:
         """Go on with another object of the same model: one that was loaded or copied again, or after pickling.
@@ -335,6 +338,8 @@ class GateSightCache(CallFollower):
             SessionMismatchError: It is another model.
             UnsupportedModelError: It is no hybrid of a known family.
         """
+        if HybridSpec.of(model) != self.spec:
+            raise SessionMismatchError(f"The cache is of another model: of {self.spec.describe()}.")
         self._model.check_same(model)
         attach(model)
         self._model = ModelReference(model)
@@ -499,13 +504,20 @@ class GateSightCache(CallFollower):
     @contextmanager
     def _changing_rows(self, rows: Tensor) -> Iterator[None]:
         """Carry a change of the batch dimension through all that the cache holds, or through nothing if it fails."""
-        held, states = self.batch_size, [layer.snapshot() for layer in self._all_layers]
+        held = self.batch_size
+        with self._all_or_nothing():
+            yield
+            if held != -1:
+                self._follow_rows(rows)
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """What is done in it is taken back if it fails or is interrupted."""
+        states = [layer.snapshot() for layer in self._all_layers]
         others = {name: value for name, value in vars(self).items() if name != "layers"}
         recording = None if self._recording is None else self._recording.copy()
         try:
             yield
-            if held != -1:
-                self._follow_rows(rows)
         except BaseException:
             for layer, state in zip(self._all_layers, states, strict=True):
                 layer.restore(state)

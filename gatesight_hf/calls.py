@@ -63,6 +63,7 @@ class CallFollower(IndexedCache, Cache, SignalSink):
         self._late_pads: Tensor | None = None
         #: State before the forward under way.
         self._before: tuple[list[dict[str, Any]], dict[str, Any]] | None = None
+        self.running = self.in_call = False
         #: By layer, how often it took the tokens of the forward under way.
         self._taken: Counter[int] = Counter()
         #: Shown views of attention layers, see `watch_attention`.
@@ -198,7 +199,8 @@ class CallFollower(IndexedCache, Cache, SignalSink):
 
     def begin_forward(self, decoder: nn.Module, model_inputs: dict[str, Any]) -> dict[str, Any]:
         self._model.check(decoder)
-        self.undo_forward()
+        if not self.in_call:
+            self.undo()
         new, ids = check_new(model_inputs, decoder), model_inputs.get("input_ids")
         coming, self._coming = self._coming, {}
         ids = coming.get("input_ids") if ids is None else ids
@@ -216,8 +218,10 @@ class CallFollower(IndexedCache, Cache, SignalSink):
         check_no_checkpointing(decoder)
 
         self._taken.clear()
-        states = [layer.snapshot() for layer in self._all_layers]
-        self._before = (states, {name: getattr(self, name) for name in _PER_FORWARD})
+        self.running = True
+        if self._before is None:  # or this is the second forward of one call, which is undone as a whole
+            states = [layer.snapshot() for layer in self._all_layers]
+            self._before = (states, {name: getattr(self, name) for name in _PER_FORWARD})
         if self._recording is not None:
             self._recording = self._recording.copy()
         if repeats > 1:
@@ -269,6 +273,16 @@ class CallFollower(IndexedCache, Cache, SignalSink):
         every, new = self.options.recompact_every, self.attention_layers[0].tail_length
         if every is not None and new >= every and self.is_compacted:
             self.compact()
+        self.running = False
+        if not self.in_call:
+            self._before = None
+
+    def begin_call(self) -> None:
+        self.undo()
+        self.in_call = True
+
+    def end_call(self) -> None:
+        self.in_call = False
         self._before = None
 
     def _check_taken(self) -> None:
@@ -304,8 +318,9 @@ class CallFollower(IndexedCache, Cache, SignalSink):
                 stacklevel=4,
             )
 
-    def undo_forward(self) -> None:
-        """Go back to before the forward under way, if there is one: after an error or an interrupt."""
+    def undo(self) -> None:
+        """Go back to before the forward or call under way, if there is one: after an error or an interrupt."""
+        self.running = self.in_call = False
         if self._before is not None:
             states, others = self._before
             vars(self).update(others)
@@ -419,7 +434,7 @@ class CallFollower(IndexedCache, Cache, SignalSink):
         laid = self._tokens.laid_out(ids, new)
         if laid is not ids:
             late = mask[:, mask.shape[1] - new :]
-            arguments = lengthened(arguments, laid.shape[1] - ids.shape[1])
+            arguments = lengthened(model, arguments, laid.shape[1] - ids.shape[1])
             arguments["attention_mask"] = torch.cat([self._tokens.mask(len(ids), late), late], dim=1)
         arguments = self._with_positions(core, laid[:, seen:], arguments)
         return GenerateCall(laid, arguments, given=None if laid is ids else ids)

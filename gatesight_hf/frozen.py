@@ -95,7 +95,7 @@ class FrozenCache(GateSightCache):
             self._late_ids = at_one_address(torch.zeros((self.batch_size, slots), dtype=torch.long, device=device))
         #: Whether a change of rows, which is made in place, failed half-way.
         self._spoiled = False
-        #: Tokens of the forward under way; None between forwards.
+        #: Tokens of the forward under way, or of one that has ended within a call that has not; None between calls.
         self._length: int | None = None
 
     @classmethod
@@ -158,6 +158,8 @@ class FrozenCache(GateSightCache):
             super()._check_announced()
 
     def begin_forward(self, decoder: nn.Module, model_inputs: dict[str, Any]) -> dict[str, Any]:
+        if self._length is not None and self.in_call:
+            self._commit()  # the second forward of one call
         coming, self._coming = self._coming, {}
         new, ids = check_new(model_inputs, decoder), model_inputs.get("input_ids")
         ids = coming.get("input_ids") if ids is None else ids
@@ -167,7 +169,7 @@ class FrozenCache(GateSightCache):
             self._admit(rows, length, model_inputs)
         elif rows != self.batch_size:
             raise ValueError(f"A compiled step of a cache with {self.batch_size} rows was given {rows}.")
-        self._length = length
+        self._length, self.running = length, True
         for state in self.gdn_layers:
             assert isinstance(state, FrozenStateLayer)
             state.begin()
@@ -186,9 +188,11 @@ class FrozenCache(GateSightCache):
         """Check a forward that is not compiled, and bring the rows to its number."""
         if self._spoiled:
             raise CacheStateError(
-                "Rows of this frozen cache were being changed when it failed: freeze its parent again."
+                "This frozen cache, which is written in place, was interrupted while it was written to: freeze its "
+                "parent again."
             )
-        self.undo_forward()
+        if not self.in_call:
+            self.undo()
         self._catch_up()
         if length == 0:
             raise CacheStateError("No new tokens: append the question to the context, or pass it alone.")
@@ -236,20 +240,32 @@ class FrozenCache(GateSightCache):
         self._tokens = replace(tokens, count=seen, ids=None if self._late_ids is None else ids, padding=padding)
 
     def end_forward(self) -> None:
-        length, self._length = self._length, None
-        assert length is not None
         if not values_are_unknown():
             self._check_taken()
+        self.running = False
+        if not self.in_call:
+            self._commit()
+
+    def end_call(self) -> None:
+        if self._length is not None:
+            self._commit()
+        self.in_call = False
+
+    def _commit(self) -> None:
+        """Make what the forward has written part of the cache; in place, so that it cannot be taken back."""
+        length = self._length
+        assert length is not None
+        self._spoiled = True
         for layer in self._frozen_layers:
             layer.commit(length)
         for state in self.gdn_layers:
             assert isinstance(state, FrozenStateLayer)
             state.commit()
-        self._before = None
+        self._spoiled, self._length, self._before = False, None, None
 
-    def undo_forward(self) -> None:
+    def undo(self) -> None:
         self._length = None
-        super().undo_forward()
+        super().undo()
 
     def mask_for(self, ordinal: int, mask: Any, query: Tensor, implementation: str) -> Any:
         group = self.spec.num_attention_heads // self.spec.num_key_value_heads

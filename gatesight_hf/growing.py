@@ -70,20 +70,14 @@ def plan_growing(
 
 
 def carry_out(plan: Plan, layers: list[GateSightAttentionLayer], scores: list[Tensor], quantised: bool) -> None:
-    """Compact all layers, and quantise them if asked to, or leave all of them as they were if one fails."""
-    before = [layer.snapshot() for layer in layers]
-    try:
-        for layer, chosen, of_layer in zip(layers, plan.layers, scores, strict=True):
-            assert chosen.indices is not None
-            kept_scores = of_layer.gather(2, chosen.indices)
-            layer.compact(chosen.indices, chosen.valid, plan.context)
-            layer.kept_scores = kept_scores
-            if quantised:
-                layer.quantise()
-    except BaseException:
-        for layer, state in zip(layers, before, strict=True):
-            layer.restore(state)
-        raise
+    """Compact all layers, and quantise them if asked to; if one fails, the caller takes all of it back."""
+    for layer, chosen, of_layer in zip(layers, plan.layers, scores, strict=True):
+        assert chosen.indices is not None
+        kept_scores = of_layer.gather(2, chosen.indices)
+        layer.compact(chosen.indices, chosen.valid, plan.context)
+        layer.kept_scores = kept_scores
+        if quantised:
+            layer.quantise()
 
 
 def _of_everything(layer: GateSightAttentionLayer, new: Tensor) -> Tensor:

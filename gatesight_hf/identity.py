@@ -5,7 +5,7 @@ import json
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -13,6 +13,11 @@ from .checks import check_tokenizer
 from .errors import CacheStateError, SessionMismatchError
 from .hybrid import HybridSpec, find_modules
 
+#: What else of a configuration tells what a model computes from its weights.
+COMPUTED = (
+    "rope_parameters", "rms_norm_eps", "hidden_act", "sliding_window", "num_experts_per_tok", "norm_topk_prob",
+    "n_group", "topk_group", "routed_scaling_factor", "indexer_budget", "indexer_compress_ratio",
+)  # fmt: skip
 #: Tokenized to tell tokenizers of one vocabulary apart: case, numbers, spaces, accents, other scripts, special tokens.
 SAMPLE = "The sky isn't BLUE:  1,234.5\n\tdef f(x): return x**2  # naïve Ångström 東京 тест 🙂 <|im_start|></s>"
 
@@ -25,6 +30,7 @@ def weights_digest(module: nn.Module) -> str:
     """
     digest = hashlib.sha256()
     for name, parameter in _parameters(module):
+        name = f"{name} {parameter.dtype} "
         values = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)]
         digest.update(name.encode() + values.float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
@@ -53,14 +59,40 @@ def model_identity(model: Any) -> dict[str, str]:
     Raises:
         UnsupportedModelError: The model is no hybrid of a known family.
     """
-    spec = HybridSpec.of(model)
+    spec, text = HybridSpec.of(model), model.config.get_text_config(decoder=True)
+    of_text = {name: value for name in COMPUTED if (value := getattr(text, name, None)) is not None}
     return {
         "model_type": spec.model_type,
         "layout": spec.fingerprint,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "rotary": json.dumps(getattr(model.config, "rope_parameters", None), sort_keys=True, default=str),
+        "configuration": json.dumps(of_text, sort_keys=True, default=str),
         "weights": weights_digest(find_modules(model, spec).decoder),
     }
+
+
+class _Known(NamedTuple):
+    """The identity of a decoder's model, and which weights it was found for."""
+
+    weights: tuple[tuple[int, int], ...]
+    identity: dict[str, str]
+
+
+_known: "weakref.WeakKeyDictionary[nn.Module, _Known]" = weakref.WeakKeyDictionary()
+
+
+def _remembered_identity(model: Any, decoder: nn.Module) -> dict[str, str] | None:
+    """`model_identity`, found once for as long as the weights are not replaced or written to.
+
+    None for weights that are not in memory: a cache is made often, and reading them all would take long.
+    """
+    parameters = list(decoder.parameters())
+    if any(p.is_meta for p in parameters):
+        return None
+    weights = tuple((id(p), 0 if p.is_inference() else p._version) for p in parameters)
+    held = _known.get(decoder)
+    if held is None or held.weights != weights:
+        held = _known[decoder] = _Known(weights, model_identity(model))
+    return held.identity
 
 
 def tokenizer_identity(tokenizer: Any) -> str:
@@ -111,9 +143,10 @@ class ModelReference:
     """
 
     def __init__(self, model: Any) -> None:
-        self._model = weakref.ref(model)
-        self._decoder = weakref.ref(find_modules(model, HybridSpec.of(model)).decoder)
-        self._pickled: dict[str, str] | None = None
+        decoder = find_modules(model, HybridSpec.of(model)).decoder
+        self._model, self._decoder = weakref.ref(model), weakref.ref(decoder)
+        self._identity = _remembered_identity(model, decoder)
+        self._pickled = False
 
     def existing(self) -> Any:
         """The model.
@@ -153,8 +186,9 @@ class ModelReference:
         Raises:
             SessionMismatchError: Another layout, dtype or other weights.
         """
-        own = self._model()
-        known = self._pickled if own is None else model_identity(own)
+        own, known = self._model(), self._identity
+        if known is None and own is not None:
+            known = model_identity(own)
         for name, text in model_identity(model).items():
             if known is not None and known[name] != text:
                 raise SessionMismatchError(f"The cache is of another model: its {name} is {known[name]}, not {text}.")
@@ -163,9 +197,8 @@ class ModelReference:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        own = self._model()
-        return {"_pickled": self._pickled if own is None else model_identity(own)}
+        return {"_identity": self._identity}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._model = self._decoder = lambda: None  # type: ignore[assignment]
-        self._pickled = state["_pickled"]
+        self._identity, self._pickled = state["_identity"], True

@@ -244,11 +244,18 @@ class GateSightAttentionLayer(CacheLayerMixin):
         # Cloned, so that the tail does not hold on to the context's storage.
         start = context - (self.get_seq_length() - self.tail_length)
         late_keys, late_values = self.tail_keys[:, :, start:].clone(), self.tail_values[:, :, start:].clone()
-        self.kept_valid = None if bool(valid.all()) else valid
-        self.kept_keys, self.kept_values, self.kept_positions = keys, values, positions
-        self.key_scales = self.value_scales = None
-        self.tail_keys, self.tail_values = late_keys, late_values
-        self.evicted = context - keys.shape[-2]
+        # At once: an interrupt finds the layer as it was, or as it is to be.
+        vars(self).update(
+            kept_valid=None if bool(valid.all()) else valid,
+            kept_keys=keys,
+            kept_values=values,
+            kept_positions=positions,
+            key_scales=None,
+            value_scales=None,
+            tail_keys=late_keys,
+            tail_values=late_values,
+            evicted=context - keys.shape[-2],
+        )
 
     def quantise(self) -> None:
         """Hold the kept entries as 8-bit integers from now on. Entries that are not all finite stay as they are."""

@@ -5,6 +5,7 @@ nothing when that is not a GateSight cache, so that many caches, of any kind, ca
 from the projections that the forward computes anyway; only the short convolution of the values is run once more.
 """
 
+import inspect
 import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -53,9 +54,22 @@ class SignalSink(ABC):
     def end_forward(self) -> None:
         """Called after the decoder ran."""
 
+    #: Whether the decoder runs.
+    running: bool
+    #: Whether a model around the decoder runs, whose end is the forward's.
+    in_call: bool
+
     @abstractmethod
-    def undo_forward(self) -> None:
-        """Called in place of `end_forward`, or after it, if anything between failed or was interrupted."""
+    def begin_call(self) -> None:
+        """Called before the outermost model around the decoder runs."""
+
+    @abstractmethod
+    def end_call(self) -> None:
+        """Called after it ran."""
+
+    @abstractmethod
+    def undo(self) -> None:
+        """Called in place of the end of a forward or call, or after it, if anything failed or was interrupted."""
 
     @abstractmethod
     def convolution_context(self, gdn: int) -> Tensor | None:
@@ -202,7 +216,7 @@ def _decode(decoder: nn.Module, before: Any, hooks: int, *args: Any, **kwargs: A
     # A partial, which dynamo can trace, as it cannot the making of a bound method.
     forward = before if before is not None else partial(type(decoder).forward, decoder)
     sink = cache_of_call(kwargs)
-    if not isinstance(sink, SignalSink):
+    if not isinstance(sink, SignalSink) or sink.running:  # running: an earlier attach's is around this one
         return forward(*args, **kwargs)
     try:
         output = forward(**sink.begin_forward(decoder, _by_name(args, kwargs)))
@@ -210,9 +224,35 @@ def _decode(decoder: nn.Module, before: Any, hooks: int, *args: Any, **kwargs: A
     except BaseException:
         # What layers have left that did not get to their end would keep the cache alive.
         _calls.forget(hooks)
-        sink.undo_forward()
+        _take_back(sink)
         raise
     return output
+
+
+def _call(model: nn.Module, before: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a model around the decoder: what fails after the decoder undoes the forward as well."""
+    forward = before if before is not None else partial(type(model).forward, model)
+    sink = cache_of_call(kwargs)
+    if not isinstance(sink, SignalSink) or sink.in_call:
+        return forward(*args, **kwargs)
+    try:
+        sink.begin_call()
+        output = forward(*args, **kwargs)
+        sink.end_call()
+    except BaseException:
+        _take_back(sink)
+        raise
+    return output
+
+
+def _take_back(sink: SignalSink) -> None:
+    """Undo what failed, whatever interrupts that: it is short, and the first interrupt is raised again."""
+    while True:
+        try:
+            sink.undo()
+        except KeyboardInterrupt:
+            continue
+        return
 
 
 def _join(core: nn.Module, before: Any, *args: Any, **kwargs: Any) -> Any:
@@ -310,8 +350,11 @@ def _generate(model: Any, before: Any, inputs: Tensor | None = None, *args: Any,
     if not isinstance(cache, SignalSink):
         return generate(inputs, *args, **kwargs)
     kwargs = {k: v for k, v in kwargs.items() if k not in CACHE_ARGUMENTS}
+    if args:
+        names = [name for name in inspect.signature(type(model).generate).parameters if name not in ("self", "inputs")]
+        kwargs |= dict(zip(names, args, strict=False))
     call = cache.begin_generate(model, inputs, kwargs)
-    output = generate(call.inputs, *args, **call.arguments, **{cache_argument(model): cache})
+    output = generate(call.inputs, **call.arguments, **{cache_argument(model): cache})
     cache.end_generate()
     return call.as_given(output)
 
@@ -397,13 +440,18 @@ class SignalHooks:
                 self.covered.append(module)
                 rename = partial(_rename_cache, cache_argument(module))
                 self._handles.append(module.register_forward_pre_hook(rename, with_kwargs=True))
+                if module is not self._decoder and module is not core:
+                    self._replace(module, "forward", _call)
             for name, method in _METHODS.items():
                 if hasattr(type(module), name) and getattr(vars(module).get(name), "func", None) is not method:
                     self._replace(module, name, method)
 
     def _replace(self, module: Any, name: str, method: Any, *bound: Any) -> None:
         """Put `method` in place of a module's own; it is given the module and what an earlier one put there."""
-        setattr(module, name, partial(method, module, vars(module).get(name), *bound))
+        own = getattr(module, name)
+        ours: Any = partial(method, module, vars(module).get(name), *bound)
+        ours.__wrapped__ = own  # whose signature `generate` reads
+        setattr(module, name, ours)
         self._replaced.append((module, name, method))
 
     def remove(self) -> None:

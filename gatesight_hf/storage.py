@@ -1,6 +1,6 @@
 """Compacted caches as files: one safetensors file with all layers' tensors, and what they belong to in its metadata.
 
-Format 1. Metadata: `format` and `format_version`; `sha256` of everything else (`tensor_files`); `cache`, a JSON object:
+Format 2. Metadata: `format` and `format_version`; `sha256` of everything else (`tensor_files`); `cache`, a JSON object:
 
 - `model`, `tokenizer`, `scorer`: what the cache was made with (`identity`); the tokenizer may be null.
 - `options`: of `CompactionOptions`, none of a cache that grows. `layers`: each layer's `kind`, by absolute index.
@@ -38,7 +38,7 @@ from .layers import Extent, GateSightAttentionLayer, GDNStateLayer
 from .scoring import Needs, Prefill
 from .tensor_files import CHECKSUM, TensorFile, TensorInfo, parse_json, write_tensor_file
 
-FORMAT, FORMAT_VERSION = "gatesight-cache", 1
+FORMAT, FORMAT_VERSION = "gatesight-cache", 2
 Layer = GateSightAttentionLayer | GDNStateLayer
 #: Beyond every length and number of rows.
 MOST = 2**31
@@ -297,9 +297,7 @@ def _parse(metadata: dict[str, str]) -> tuple[SavedCache, list[Any]]:
     _keys("the metadata", metadata, {"format", "format_version", CHECKSUM, "cache"})
     data = parse_json(metadata["cache"].encode("utf-8", "surrogatepass"))
     _keys("cache", data, {"model", "tokenizer", "scorer", "options", "layers", "extent", "plan", "seconds"})
-    _keys("model", data["model"], {"model_type", "layout", "dtype", "rotary", "weights"})
-    if isinstance(data["options"], dict):
-        data["options"].setdefault("protected_suffix", 0)  # earlier files have none
+    _keys("model", data["model"], {"model_type", "layout", "dtype", "configuration", "weights"})
     _keys("options", data["options"], {f.name for f in fields(CompactionOptions)})
     _keys("extent", data["extent"], {f.name for f in fields(Extent)})
     _keys("plan", data["plan"], {"achieved_fraction", "kv_bytes_before"})

@@ -94,17 +94,20 @@ class Tokens:
         repeats = repeats_of(len(self.ids), len(ids))
         held = self.ids.to(ids.device)
         pads = [0] * len(held) if self.padding is None else (~self.padding).sum(-1).tolist()
-        new = []
+        new, begun = [], []
         for row, given in enumerate(ids):
             real, known = given[mask[row]], held[row // repeats, pads[row // repeats] :]
             self._check_begins(row, real, known)
             new.append(len(real) - len(known))
-        if len(set(new)) > 1:
+            begun.append(len(known) > 0)
+        # A row that has not begun may have more pads before its first token.
+        most = max(new)
+        if any(count < most and known for count, known in zip(new, begun, strict=True)):
             raise CacheStateError(
                 f"Rows go on with different numbers of tokens ({', '.join(map(str, new))}), which GDN layers cannot "
                 "pad: ask each from a fork of its own row (fork() and batch_select_indices)."
             )
-        return new[0]
+        return most
 
     def _check_begins(self, row: int, given: Tensor, known: Tensor) -> None:
         """Raise an error unless `given` `[n]` begins with `known` `[m]` and goes on."""

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.core
 
 ROWS = [random_ids(n, seed=n) for n in (43, 29)]
 CONTEXTS, MASK = left_padded(ROWS)
-QUESTION = random_ids(6, rows=2, seed=9)
+QUESTION, CONTEXT_ROW = random_ids(6, rows=2, seed=9), ROWS[0]
 
 
 @contextmanager
@@ -129,12 +129,90 @@ def test_a_forward_stopped_at_any_module_has_not_been(dense, state, new):
     cache, expected, logits = make(dense), make(dense), []
     calls = module_calls(lambda: logits.append(forward(dense, ids, expected)))
     before = seen_by(cache)
-    for at in range(1, calls + 1, 5):
+    for at in (*range(1, calls, 5), calls):  # the last one is behind the decoder
         with interrupt(at):
             forward(dense, ids, cache)
         assert_unchanged(cache, before)
     assert torch.equal(forward(dense, ids, cache), logits[0])
     assert replace(cache.report(), seconds={}) == replace(expected.report(), seconds={})
+
+
+@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
+@pytest.mark.parametrize("state", STATES)
+def test_what_fails_after_the_decoder_undoes_the_forward(dense, state, error):
+    cache = STATES[state](dense)
+    before, expected = seen_by(cache), forward(dense, QUESTION, STATES[state](dense))
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    for part in (dense.lm_head, dense.model):  # after the decoder, and a hook of the caller's on it
+        handle = part.register_forward_hook(fail)
+        with pytest.raises(error):
+            forward(dense, QUESTION, cache)
+        handle.remove()
+        assert_unchanged(cache, before)
+    assert torch.equal(forward(dense, QUESTION, cache), expected)
+
+
+def test_a_second_interrupt_waits_for_what_the_first_takes_back(dense, monkeypatch):
+    cache = compacted(dense, CONTEXT_ROW, kept_fraction=0.3)
+    before, restore, calls = seen_by(cache), type(cache.layers[4]).restore, []
+
+    def impatient(self: Any, state: Any) -> None:
+        calls.append(self)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        restore(self, state)
+
+    monkeypatch.setattr(type(cache.layers[4]), "restore", impatient)
+    with interrupt(70, dense):
+        forward(dense, QUESTION[:1], cache)
+    assert len(calls) > 3
+    assert_unchanged(cache, before)
+
+
+def test_a_compaction_of_a_growing_cache_that_stops_at_its_end_has_not_been(dense, monkeypatch):
+    cache = compacted(dense, CONTEXT_ROW, kept_fraction=0.3, growing=True)
+    forward(dense, QUESTION[:1], cache)
+    before, twin = seen_by(cache), cache.fork()
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(GDNStateLayer, "detach", stop)
+    with pytest.raises(KeyboardInterrupt):
+        cache.compact()
+    monkeypatch.undo()
+    assert_unchanged(cache, before)
+    assert replace(cache.compact(), seconds={}) == replace(twin.compact(), seconds={})
+    assert torch.equal(forward(dense, QUESTION[:1], cache), forward(dense, QUESTION[:1], twin))
+
+
+def test_a_frozen_cache_that_was_interrupted_while_it_was_written_to_says_so(dense, monkeypatch):
+    cache = STATES["frozen"](dense)
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(cache.layers[4]), "commit", stop)
+    with pytest.raises(KeyboardInterrupt):
+        forward(dense, QUESTION, cache)
+    monkeypatch.undo()
+    with pytest.raises(CacheStateError, match="freeze its parent again"):
+        forward(dense, QUESTION, cache)
+
+
+def test_a_forward_that_was_wrapped_after_the_hooks_is_followed_once(dense):
+    model = tiny_model()
+    parent = compacted(model, CONTEXT_ROW, kept_fraction=0.3)
+    expected = forward(model, QUESTION[:1], parent.fork())
+    inner = model.model.forward
+    model.model.forward = lambda *args, **kwargs: inner(*args, **kwargs)
+    again = compacted(model, CONTEXT_ROW, kept_fraction=0.3)
+    for cache in (parent, again, FrozenCache(parent, 10), FrozenCache(again, 10)):
+        for child in (cache.fork(), cache):
+            assert_same(forward(model, QUESTION[:1], child), expected)
 
 
 @pytest.fixture
@@ -353,6 +431,26 @@ def test_a_cache_is_tied_to_its_model_again(dense):
         pickled.tie(other)
     pickled.tie(dense)
     assert torch.equal(forward(dense, QUESTION, pickled), expected)
+
+
+@pytest.mark.parametrize("how", ["alive", "gone"])
+def test_another_model_is_not_tied_to(dense, how):
+    model = tiny_model()
+    cache = compacted(model, CONTEXTS, mask=MASK, kept_fraction=0.3)
+    expected, twin = forward(model, QUESTION, cache.fork()), copy.deepcopy(model)
+    if how == "gone":
+        del model
+        gc.collect()
+        with pytest.raises(CacheStateError, match=r"lost its model object.*cache\.tie\(model\)"):
+            forward(twin, QUESTION, cache)
+    others = [tiny_model("qwen3_next"), tiny_model(num_hidden_layers=12), tiny_model(rms_norm_eps=1e-3)]
+    others += [copy.deepcopy(twin).to(torch.bfloat16), copy.deepcopy(twin)]
+    others[-1].model.layers[3].mlp.up_proj.weight.mul_(1.01)
+    for other in others:
+        with pytest.raises(ValueError, match="another model"):
+            cache.tie(other)
+    cache.tie(twin)
+    assert torch.equal(forward(twin, QUESTION, cache), expected)
 
 
 # -- anything, on two caches of two models -----------------------------------------------------------------------------

@@ -344,6 +344,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
     "weights": (lambda: (model := tiny_model(), other_weights(model))[0], "weights"),
     "a layer more": (lambda: tiny_model(num_hidden_layers=12), "layout"),
     "family": (lambda: tiny_model("qwen3_next"), "model_type"),
+    "another epsilon": (lambda: tiny_model(rms_norm_eps=1e-3), "configuration"),
     "RoPE": (
         lambda: tiny_model(
             rope_parameters={
@@ -354,7 +355,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
                 "mrope_interleaved": True,
             }
         ),
-        "rotary",
+        "configuration",
     ),
 }
 

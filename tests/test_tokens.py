@@ -1,11 +1,13 @@
 """Which of given ids are new: `generate` takes all ids from the context's start, row by row, padded as they may be."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import GenerationConfig
 
 from gatesight_hf import CacheStateError, FrozenCache, GateSightCache
 from gatesight_hf.tokens import Tokens
@@ -18,7 +20,9 @@ from .conftest import (
     forward,
     generate,
     left_padded,
+    padded,
     prefilled,
+    random_estimator,
     random_ids,
     steps,
 )
@@ -78,6 +82,40 @@ def test_the_output_begins_with_the_ids_that_were_given(dense, parent, options):
     repeats = options.get("num_return_sequences", 1)
     assert torch.equal(output.sequences[:, : ids.shape[1]], ids.repeat_interleave(repeats, 0))
     assert output.sequences.shape[1] == ids.shape[1] + 5
+
+
+@pytest.mark.parametrize("place", ["the model's", "given", "given by position"])
+def test_a_length_in_tokens_counts_those_that_were_given(dense, parent, place):
+    ids, mask = with_pads(3)
+    config = copy.copy(dense.generation_config)
+    config.max_length = ids.shape[1] + 5
+    arguments = (ids, config) if place == "given by position" else (ids,)
+    given = {"generation_config": config} if place == "given" else {}
+    before = dense.generation_config
+    dense.generation_config = config if place == "the model's" else before
+    try:
+        output = dense.generate(
+            *arguments, attention_mask=mask, do_sample=False, **given, **cache_kwargs(dense, parent.fork())
+        )
+    finally:
+        dense.generation_config = before
+    assert output.shape[1] == ids.shape[1] + 5
+
+
+def test_options_by_position_are_checked_too(dense, parent):
+    config = GenerationConfig(prompt_lookup_num_tokens=3)
+    with pytest.raises(ValueError, match="assisted decoding"):
+        dense.generate(with_pads(0)[0], config, **cache_kwargs(dense, parent.fork()))
+
+
+def test_a_row_that_has_not_begun_goes_on_with_its_first_tokens(dense):
+    """Its pads stand before its first token still."""
+    expected = compacted(dense, CONTEXTS, mask=MASK, kept_fraction=0.3)
+    cache = GateSightCache(random_estimator(dense), dense, kept_fraction=0.3)
+    forward(dense, CONTEXTS[:, :10], cache, **padded(MASK[:, :10], 10))  # the second row has 14 pads
+    found = generate(dense, CONTEXTS, cache, 1, attention_mask=MASK)
+    assert cache.report().kept_per_layer == expected.report().kept_per_layer
+    assert found.shape == (2, 1)
 
 
 def test_pads_are_found_without_a_mask(dense, parent):
