@@ -30,7 +30,7 @@ from gatesight_hf.training.fit import (
 from gatesight_hf.training.metrics import overlap
 from gatesight_hf.training.run import claim_folder
 
-from .conftest import cache_kwargs, prefilled, random_ids, tiny_model
+from .conftest import as_new, cache_kwargs, prefilled, random_ids, tiny_model
 
 pytestmark = pytest.mark.core
 
@@ -118,9 +118,8 @@ def test_repeats_of_one_row_share_its_entries(dense: Any) -> None:
     parent = prefilled(dense, random_ids(40), kept_fraction=1.0)
     parent.compact()
     child = parent.fork()
-    dense.generate(
-        random_ids(3, seed=1), **cache_kwargs(dense, child), do_sample=True, num_return_sequences=5, max_new_tokens=2
-    )
+    new, options = random_ids(3, seed=1), {"do_sample": True, "num_return_sequences": 5, "max_new_tokens": 2}
+    dense.generate(new, **as_new(new, child), **cache_kwargs(dense, child), **options)
     for layer, shared in zip(child.attention_layers, parent.attention_layers, strict=True):
         assert layer.kept_keys.shape[0] == 5
         assert layer.kept_keys.untyped_storage().data_ptr() == shared.kept_keys.untyped_storage().data_ptr()
