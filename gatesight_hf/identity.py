@@ -60,13 +60,14 @@ def model_identity(model: Any) -> dict[str, str]:
         UnsupportedModelError: The model is no hybrid of a known family.
     """
     spec, text = HybridSpec.of(model), model.config.get_text_config(decoder=True)
+    decoder: Any = find_modules(model, spec).decoder
     of_text = {name: value for name in COMPUTED if (value := getattr(text, name, None)) is not None}
     return {
         "model_type": spec.model_type,
         "layout": spec.fingerprint,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": str(decoder.dtype).removeprefix("torch."),
         "configuration": json.dumps(of_text, sort_keys=True, default=str),
-        "weights": weights_digest(find_modules(model, spec).decoder),
+        "weights": weights_digest(decoder),
     }
 
 

@@ -141,7 +141,8 @@ def test_ragged_rows_equal_the_oracle_row_by_row(dense, plain, attention, fracti
     options = {"kept_fraction": fraction, "allocation": allocation, "protected_prefix": 2, "protected_suffix": suffix}
     cache, protected = compacted(dense, ids, mask=mask, **options), 2 + suffix
     for row, length in enumerate(LENGTHS):
-        kept = max(2, math.floor(fraction * 2 * (length - protected) + 0.5)) + 2 * protected
+        rest = length - min(protected, length)
+        kept = (max(2, math.floor(fraction * 2 * rest + 0.5)) if rest else 0) + 2 * (length - rest)
         assert kept_entries(cache, row, length) == 2 * kept
     check_rows(plain, cache, rows, questions_of(3, question), dense)
 
