@@ -62,7 +62,7 @@ def half_lives(layer: Any) -> Tensor:
     return math.log(2) / rate
 
 
-def initialise(model: Qwen3_5ForCausalLM, seed: int) -> None:
+def initialise(model: Qwen3_5ForCausalLM, seed: int, with_slow: bool = True) -> None:
     """Embeddings N(0, 1/sqrt(d)), linears N(0, 0.8/sqrt(fan-in)); half-lives as above, slow heads' outputs zero."""
     generator = torch.Generator().manual_seed(seed)
     layers = model.config.num_hidden_layers
@@ -76,8 +76,8 @@ def initialise(model: Qwen3_5ForCausalLM, seed: int) -> None:
                     std /= math.sqrt(2 * layers)
                 parameter.normal_(0, std, generator=generator)
         gdn = gdn_layers(model)
-        slow = slow_heads(model.config.linear_num_value_heads)
-        spread = _logarithmic(*SLOW_HALF_LIVES, len(gdn) * len(slow))
+        slow = slow_heads(model.config.linear_num_value_heads) if with_slow else []
+        spread = _logarithmic(*SLOW_HALF_LIVES, max(1, len(gdn) * len(slow)))
         # Neighbouring layers get far-apart half-lives, so that every part of the depth has short and long ones.
         order = torch.randperm(len(spread), generator=generator)
         for i, layer in enumerate(gdn):
@@ -88,26 +88,61 @@ def initialise(model: Qwen3_5ForCausalLM, seed: int) -> None:
                 # softplus(dt_bias) alone sets the rate: the gate then changes it by factors, and can reset the state.
                 layer.A_log[head] = 0.0
                 layer.dt_bias[head] = torch.expm1(math.log(2) / spread[order[i * len(slow) + j]]).log()
-            layer.out_proj.weight.mul_(fast_columns(layer))
+            if slow:
+                layer.out_proj.weight[:, slow[0] * model.config.linear_value_head_dim :] = 0.0
 
 
 def _logarithmic(low: float, high: float, count: int) -> Tensor:
     return torch.logspace(math.log10(low), math.log10(high), count) if count > 1 else torch.tensor([low])
 
 
-def fast_columns(layer: Any) -> Tensor:
-    """1 for columns of `out_proj` that read fast heads, 0 for those of slow ones, `[1, value heads * head dim]`."""
-    mask = torch.ones(layer.A_log.numel(), device=layer.A_log.device)
-    mask[slow_heads(layer.A_log.numel())] = 0.0
-    return mask.repeat_interleave(layer.out_proj.weight.shape[1] // mask.numel())[None]
+#: Parts of a GDN layer's rows that belong to heads, as `(name, kinds of heads in their order)`.
+_ROWS = (
+    ("in_proj_qkv.weight", ("key", "key", "value")),
+    ("conv1d.weight", ("key", "key", "value")),
+    ("in_proj_z.weight", ("value",)),
+    ("in_proj_b.weight", ("one",)),
+    ("in_proj_a.weight", ("one",)),
+    ("A_log", ("one",)),
+    ("dt_bias", ("one",)),
+)
 
 
-def hold_slow_heads(model: nn.Module) -> list[Any]:
-    """Masks gradients so that slow heads' outputs stay zero; returns the handles whose removal lets them in."""
-    return [
-        layer.out_proj.weight.register_hook(lambda gradient, mask=fast_columns(layer): gradient * mask)
-        for layer in gdn_layers(model)
-    ]
+def build(vocab_size: int, phase: int, seed: int, **options: Any) -> Qwen3_5ForCausalLM:
+    """The model of a phase, initialised. That of phase 1 lacks the slow heads, half of all, and is faster to train."""
+    if phase == 1:
+        config = build_config(vocab_size, **options)
+        options |= {
+            "linear_num_key_heads": config.linear_num_key_heads // 2,
+            "linear_num_value_heads": config.linear_num_value_heads // 2,
+        }
+    model = Qwen3_5ForCausalLM(build_config(vocab_size, **options))
+    initialise(model, seed, with_slow=phase > 1)
+    return model
+
+
+@torch.no_grad()
+def let_in_slow_heads(narrow: Qwen3_5ForCausalLM, wide: Qwen3_5ForCausalLM) -> None:
+    """Copies a model of phase 1 into one of phase 2; it computes the same, since its slow heads' outputs are zero."""
+    mine = dict(narrow.named_parameters())
+    for name, parameter in wide.named_parameters():
+        if parameter.shape == mine[name].shape:
+            parameter.copy_(mine[name])
+    sizes = {"key": narrow.config.linear_key_head_dim, "value": narrow.config.linear_value_head_dim, "one": 1}
+    few = {"key": narrow.config.linear_num_key_heads, "value": narrow.config.linear_num_value_heads}
+    many = {"key": wide.config.linear_num_key_heads, "value": wide.config.linear_num_value_heads}
+    few["one"], many["one"] = few["value"], many["value"]
+    for small, large in zip(gdn_layers(narrow), gdn_layers(wide), strict=True):
+        of_small, of_large = dict(small.named_parameters()), dict(large.named_parameters())
+        for name, kinds in _ROWS:
+            source = target = 0
+            for kind in kinds:
+                size = sizes[kind] * few[kind]
+                of_large[name][target : target + size] = of_small[name][source : source + size]
+                source += size
+                target += sizes[kind] * many[kind]
+        large.out_proj.weight.zero_()
+        large.out_proj.weight[:, : small.out_proj.weight.shape[1]] = small.out_proj.weight
 
 
 def parameter_groups(model: nn.Module, learning_rate: float, decay_factor: float) -> list[dict[str, Any]]:

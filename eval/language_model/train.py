@@ -168,16 +168,12 @@ class Trainer:
             "step": 0, "tokens": 0, "text_tokens": 0, "level": args.level, "accuracy": 0.0, "level_steps": 0,
             "phase": args.phase or 1, "phase_step": 0, "seconds": 0.0, "decay_from": None,
         }  # fmt: skip
-        self.holds: list[Any] = []
         self._optimise()
 
     def _optimise(self) -> None:
         groups = network.parameter_groups(self.model, self.args.learning_rate, self.args.decay_factor)
         on_gpu = next(self.model.parameters()).is_cuda
         self.optimiser = torch.optim.AdamW(groups, lr=self.args.learning_rate, betas=(0.9, 0.95), fused=not on_gpu)
-        for hold in self.holds:
-            hold.remove()
-        self.holds = network.hold_slow_heads(self.model) if self.state["phase"] == 1 else []
 
     def save(self, path: Path) -> None:
         partial = path.with_suffix(".partial")
@@ -186,17 +182,20 @@ class Trainer:
         partial.replace(path)
 
     def load(self, path: Path) -> None:
+        """Goes on from a checkpoint, whose phase's model this trainer has to have."""
         saved = torch.load(path, weights_only=True)
         self.model.load_state_dict(saved["model"])
         self.state = saved["state"]
-        self._optimise()
         self.optimiser.load_state_dict(saved["optimiser"])
 
     def begin_phase(self, phase: int) -> None:
+        """A new phase begins with fresh moments, and the second with the slow heads."""
+        if self.state["phase"] == 1 and phase > 1:
+            wide = network.build(self.model.config.vocab_size, phase, self.args.seed)
+            network.let_in_slow_heads(self.model, wide)
+            self.model = wide.to(self.model.device)
         self.state.update(phase=phase, phase_step=0)
-        for hold in self.holds:
-            hold.remove()
-        self.holds = network.hold_slow_heads(self.model) if phase == 1 else []
+        self._optimise()
 
     def rate(self) -> float:
         """Share of the learning rate: warm-up, then constant, then to zero once a decay was asked for."""
@@ -273,7 +272,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--decay-factor", type=float, default=1.0, help="learning rate of the GDN decays, as a factor")
-    parser.add_argument("--warm-up", type=int, default=50, help="steps of warm-up at the begin of a phase")
+    parser.add_argument("--warm-up", type=int, default=20, help="steps of warm-up at the begin of a phase")
     parser.add_argument("--decay-steps", type=int, help="end the run: learning rate to zero in so many steps from now")
     parser.add_argument("--planted-weight", type=float, default=1.0, help="weight of the planted documents' loss")
     parser.add_argument("--batch-factor", type=float, default=1.0, help="tokens a step, as a factor")
@@ -308,21 +307,26 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = tokens.load()
     text, held_out = Text(args.data, "training"), Text(args.data, "evaluation")
-    model = Qwen3_5ForCausalLM(network.build_config(len(tokenizer)))
-    network.initialise(model, args.seed)
     checkpoint = args.out / "checkpoint.pt"
+    begun_from: dict[str, Any] = {}
+    if checkpoint.exists():
+        begun_from = torch.load(checkpoint, weights_only=True)["state"]
+    elif args.start_from:
+        begun_from = json.loads((args.start_from / "state.json").read_text())
+    phase = begun_from.get("phase", args.phase or 1)
+    model = network.build(len(tokenizer), phase, args.seed)
     if args.start_from and not checkpoint.exists():
         model.load_state_dict(Qwen3_5ForCausalLM.from_pretrained(args.start_from, dtype=torch.float32).state_dict())
-    model.to(args.device)
-    trainer = Trainer(args, model, tokenizer, text)
+    trainer = Trainer(args, model.to(args.device), tokenizer, text)
+    trainer.state["phase"] = phase
     if checkpoint.exists():
         trainer.load(checkpoint)
-    elif args.start_from and (args.start_from / "state.json").exists():
-        trainer.state.update(json.loads((args.start_from / "state.json").read_text()))
-        trainer.begin_phase(trainer.state["phase"])
+    else:
+        trainer.state.update({**begun_from, "phase_step": 0, "decay_from": None})
     state = trainer.state
     if args.phase and args.phase != state["phase"]:
         trainer.begin_phase(args.phase)
+        state = trainer.state
     if args.decay_steps and state["decay_from"] is None:
         state["decay_from"] = state["step"]
     checks = planted.Filler(held_out.window, tokenizer)
@@ -353,7 +357,7 @@ def main() -> None:
                 trainer.save(checkpoint)
                 saved_at = now
             if now - checked_at > args.check_seconds or state["level"] != level or ended:
-                write(check=check(model, tokenizer, checks, held_out, level, state["phase"]))
+                write(check=check(trainer.model, tokenizer, checks, held_out, level, state["phase"]))
                 checked_at = time.monotonic()
             if ended:
                 break
