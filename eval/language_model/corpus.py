@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from lxml import etree, html
 from tqdm import tqdm
@@ -54,7 +55,9 @@ class Package:
     most: float = 8.0
 
 
-def _deb(name: str, licence: str, include: str = r"\.html?$", most: float = 8.0, kind: str = "documentation") -> Package:
+def _deb(
+    name: str, licence: str, include: str = r"\.html?$", most: float = 8.0, kind: str = "documentation"
+) -> Package:
     return Package(name, "deb", kind, licence, include, most=most)
 
 
@@ -179,15 +182,20 @@ def files(package: Package, path: Path) -> Iterator[tuple[str, bytes]]:
 BLOCKS = frozenset(
     "p div section article h1 h2 h3 h4 h5 h6 li dt dd tr table ul ol dl pre blockquote br hr caption figcaption".split()
 )
-DROPPED = ("script style nav footer header form button svg math noscript aside colgroup".split())
+DROPPED = "script style nav footer header form button svg math noscript aside colgroup".split()
 DROPPED_CLASSES = re.compile(
     r"sphinxsidebar|headerlink|navheader|navfooter|related|toc|breadcrumb|footer|sidebar|linenos|viewcode|anchor|"
     r"copyright|global-nav|\bhd\b|\bnav\b|prevnext|qindex|navpath|search|editlink|langselect|langs|admonition-autosummary|tablinks"
 )
 MAIN = (
-    "//*[@role='main']", "//main", "//article", "//div[@class='body']", "//div[@id='content']", "//div[@id='docs-content']",
+    "//*[@role='main']",
+    "//main",
+    "//article",
+    "//div[@class='body']",
+    "//div[@id='content']",
+    "//div[@id='docs-content']",
     "//body",
-)  # fmt: skip
+)
 
 
 def text_of_html(data: bytes) -> str:
@@ -199,9 +207,9 @@ def text_of_html(data: bytes) -> str:
     root = next((found[0] for path in MAIN if (found := tree.xpath(path))), tree)
     for element in list(root.iter()):
         marks = f"{element.get('class') or ''} {element.get('id') or ''}" if isinstance(element.tag, str) else ""
-        if not isinstance(element.tag, str) or element.tag in DROPPED or DROPPED_CLASSES.search(marks):
-            if element.getparent() is not None and element is not root:
-                element.drop_tree()
+        dropped = not isinstance(element.tag, str) or element.tag in DROPPED or DROPPED_CLASSES.search(marks)
+        if dropped and element.getparent() is not None and element is not root:
+            element.drop_tree()
     parts: list[str] = []
     _write(root, parts, False)
     return tidy("".join(parts))
@@ -249,7 +257,7 @@ def tidy(text: str) -> str:
 
 
 def text_of_rdb(data: bytes) -> str:
-    """The strings of an R database file: each object is a length and a zlib stream; strings bear the flag 0x00040009."""
+    """The strings of an R database file: objects are zlib streams, strings in them bear the flag 0x00040009."""
     lines: list[str] = []
     for found in re.finditer(rb"\x78[\x01\x5e\x9c\xda]", data):
         try:
@@ -354,7 +362,7 @@ def make(data: Path, packages: tuple[Package, ...] = PACKAGES) -> None:
     """Writes `<split>.jsonl` and `corpus.json` into the folder."""
     duplicates = Duplicates()
     counts: dict[str, Counter[str]] = {}
-    rows = []
+    rows: list[dict[str, Any]] = []
     outs = {split: (data / f"{split}.jsonl.partial").open("w", encoding="utf-8") for split in SPLITS}
     for package in tqdm(packages, unit="package"):
         try:
@@ -381,17 +389,19 @@ def make(data: Path, packages: tuple[Package, ...] = PACKAGES) -> None:
     (data / "corpus.json").write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def card(rows: list[dict]) -> str:
+def card(rows: list[dict[str, Any]]) -> str:
     """The corpus's card, from what was made."""
     lines = [
-        "# Corpus of the language model", "",
-        "Made by `python eval/language_model/corpus.py --data FOLDER`; this card is written by it. Documents are split by a",
-        f"hash of their names: {ESTIMATOR_SHARE} % for the estimators, {EVALUATION_SHARE} % for evaluation. A paragraph that",
-        "comes twice stays where it comes first, so that no split holds text of another. The Jargon File, which the RULER",
-        "tasks use as prose, is not in it.", "",
+        "# Corpus of the language model",
+        "",
+        "Made by `python eval/language_model/corpus.py --data FOLDER`, which writes this card too. Documents are",
+        f"split by a hash of their names: {ESTIMATOR_SHARE} % for the estimators, {EVALUATION_SHARE} % for evaluation.",
+        "A paragraph that comes twice stays where it comes first, so that no split holds text of another. The Jargon",
+        "File, which the RULER tasks use as prose, is not in it.",
+        "",
         "| package | version | from | kind | licence | documents | training, MB | estimator, MB | evaluation, MB |",
         "|---|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for row in rows:
         sizes = " | ".join(f"{row[split] / 1e6:.2f}" for split in SPLITS)
         origin = "Debian" if row["origin"] == "deb" else "PyPI"

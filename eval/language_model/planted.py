@@ -11,6 +11,7 @@ import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from gatesight_eval.ruler.sources import compound_words, word_list
@@ -93,29 +94,40 @@ def _uuid(rng: random.Random) -> str:
 
 FIRST_NAMES = (
     "Ada Alan Alice Amir Anna Ben Boris Carla Chen Clara David Diana Elena Emil Erik Eva Felix Fiona Grace Greta Hana "
-    "Hugo Ida Igor Iris Ivan Jack Jane Jonas Julia Karl Kate Lara Leo Lena Lucy Maja Marco Maria Mark Max Mia Milan Nina "
-    "Noah Nora Olga Omar Oscar Otto Paul Petra Rita Robert Rosa Ruth Sam Sara Simon Sofia Tara Theo Tom Uma Vera Victor "
-    "Walter Wanda Yara Zoe"
+    "Hugo Ida Igor Iris Ivan Jack Jane Jonas Julia Karl Kate Lara Leo Lena Lucy Maja Marco Maria Mark Max Mia Milan "
+    "Nina Noah Nora Olga Omar Oscar Otto Paul Petra Rita Robert Rosa Ruth Sam Sara Simon Sofia Tara Theo Tom Uma Vera "
+    "Victor Walter Wanda Yara Zoe"
 ).split()
 LAST_NAMES = (
-    "Adler Baker Becker Berg Blake Brown Carter Castro Clark Cole Cooper Cruz Dahl Dean Diaz Duncan Ellis Evans Fischer "
-    "Ford Foster Garcia Grant Gray Green Hall Hansen Harper Hayes Hill Hoffman Howard Hunt Jensen Jones Keller Kelly King "
-    "Klein Kumar Lang Larsen Lee Lewis Lopez Marsh Mason Meyer Miller Moore Morgan Nash Nelson Novak Olsen Owen Palmer "
-    "Parker Perez Porter Price Quinn Ramos Reed Rossi Russell Sato Schmidt Scott Shaw Silva Singh Stone Tanaka Taylor "
-    "Turner Vega Wagner Walker Ward Weber West White Wilson Wolf Wood Young"
+    "Adler Baker Becker Berg Blake Brown Carter Castro Clark Cole Cooper Cruz Dahl Dean Diaz Duncan Ellis Evans "
+    "Fischer Ford Foster Garcia Grant Gray Green Hall Hansen Harper Hayes Hill Hoffman Howard Hunt Jensen Jones Keller "
+    "Kelly King Klein Kumar Lang Larsen Lee Lewis Lopez Marsh Mason Meyer Miller Moore Morgan Nash Nelson Novak Olsen "
+    "Owen Palmer Parker Perez Porter Price Quinn Ramos Reed Rossi Russell Sato Schmidt Scott Shaw Silva Singh Stone "
+    "Tanaka Taylor Turner Vega Wagner Walker Ward Weber West White Wilson Wolf Wood Young"
 ).split()
+CITIES = (
+    "Paris London Berlin Rome Madrid Vienna Prague Oslo Dublin Athens Lisbon Warsaw Moscow Cairo Delhi Tokyo Sydney "
+    "Boston Chicago Denver Dallas Seattle Toronto Lima Seoul Geneva Venice Naples"
+)
+JOBS = (
+    "teacher doctor lawyer farmer painter writer driver baker nurse judge singer sailor soldier builder editor chemist "
+    "pilot priest tailor butcher barber banker miner"
+)
+ANIMALS = "dog cat horse parrot snake turtle goat rabbit mouse sheep donkey duck goose monkey pig cow hen bear lion"
+COLORS = "red blue green yellow black white brown orange purple pink gray silver gold violet"
+#: `(what is said, what is asked, possible answers)`.
 FACTS = (
-    ("lives in", "Where does {} live?", "Paris London Berlin Rome Madrid Vienna Prague Oslo Dublin Athens Lisbon Warsaw "
-     "Moscow Cairo Delhi Tokyo Sydney Boston Chicago Denver Dallas Seattle Toronto Lima Seoul Geneva Venice Naples"),
-    ("works as a", "What is the job of {}?", "teacher doctor lawyer farmer painter writer driver baker nurse judge singer "
-     "sailor soldier builder editor chemist pilot priest tailor butcher barber banker miner"),
-    ("plays the", "What instrument does {} play?", "piano violin guitar flute trumpet drums harp cello organ horn banjo"),
+    ("lives in", "Where does {} live?", CITIES),
+    ("works as a", "What is the job of {}?", JOBS),
+    (
+        "plays the",
+        "What instrument does {} play?",
+        "piano violin guitar flute trumpet drums harp cello organ horn banjo",
+    ),
     ("was born in", "When was {} born?", " ".join(map(str, range(1901, 2000)))),
-    ("has a", "What animal does {} have?", "dog cat horse parrot snake turtle goat rabbit mouse sheep donkey duck goose "
-     "monkey pig cow hen bear lion"),
-    ("likes the color", "What color does {} like?", "red blue green yellow black white brown orange purple pink gray "
-     "silver gold violet"),
-)  # fmt: skip
+    ("has a", "What animal does {} have?", ANIMALS),
+    ("likes the color", "What color does {} like?", COLORS),
+)
 
 
 @cache
@@ -288,7 +300,7 @@ def variable_tracking(draw: Draw, filler: Filler, tokens: int, hops: int = 4, no
     names = draw.distinct(lambda: draw.variable(5), hops + 1)
     value = draw.number(5)
     facts = [f"VAR {names[0]} = {value}\n"]
-    facts += [f"VAR {name} = VAR {before} \n" for before, name in zip(names, names[1:], strict=False)]
+    facts += [f"VAR {name} = VAR {before} \n" for before, name in pairwise(names)]
     spare = tokens - filler.count(VT.lead + "".join(facts))
     pieces = [NOISE + "\n"] * max(0, spare // filler.count(NOISE)) if noise else filler.pieces(rng, spare)
     context = VT.lead + scatter(rng, facts, pieces, in_order=True).rstrip() + VT.after_data
@@ -341,7 +353,9 @@ def facts_in_documents(draw: Draw, filler: Filler, tokens: int, asked: int = 8) 
         for i, fact in enumerate(facts)
     ]
     questions = [
-        Question(QA.question.format(query=ask) + QA.answer_prefix if i == 0 else f"Question: {ask} Answer:", f" {answer}")
+        Question(
+            QA.question.format(query=ask) + QA.answer_prefix if i == 0 else f"Question: {ask} Answer:", f" {answer}"
+        )
         for i, (ask, answer) in enumerate(rng.sample(asks, min(asked, count)))
     ]
     return Document(QA.lead + "\n\n".join(documents) + QA.after_data, questions, facts)

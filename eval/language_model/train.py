@@ -1,10 +1,11 @@
-"""Train the language model: retrieval in the attention layers first, then slow heads and longer text.
+r"""Train the language model: retrieval in the attention layers first, then slow heads and longer text.
 
     python eval/language_model/train.py --data runs/language-data --out runs/language --phase 1
     python eval/language_model/train.py --data runs/language-data --out runs/language               # goes on
     python eval/language_model/train.py --data runs/language-data --out runs/language --phase 2     # slow heads let in
     python eval/language_model/train.py --data runs/language-data --out runs/language --decay-steps 400
-    python eval/language_model/train.py --data runs/language-data --out runs/b --start-from eval/language_model/checkpoint
+    python eval/language_model/train.py --data runs/language-data --out runs/b \
+        --start-from eval/language_model/checkpoint
 
 Every step is a batch of planted documents and a batch of real text, both drawn by seed and step alone, so that a run
 goes on after a kill as if nothing had been. The learning rate is constant after its warm-up; `--decay-steps` ends a run
@@ -14,9 +15,11 @@ by letting it fall to zero. Checkpoints are whole or absent.
 import argparse
 import json
 import random
+import signal
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,7 @@ from gatesight_hf.session import prefill
 
 #: Shares of real text.
 KIND_SHARES = {"documentation": 0.55, "book": 0.25, "code": 0.20}
-#: Loss weights by mark: context, question, answer. Facts and noise of the context teach nothing; text has its own batch.
+#: Loss weights by mark: context, question, answer. Planted contexts teach no language; text has its own batch.
 WEIGHTS = (0.0, 0.2, 1.0)
 #: What each phase trains on: tokens a step of planted documents and of text, and lengths of text with their weights.
 PHASES: dict[int, dict[str, Any]] = {
@@ -82,23 +85,33 @@ def pad(rows: Sequence[Sequence[int]]) -> Tensor:
     return out
 
 
-def planted_batch(
+@dataclass
+class Planted:
+    """Planted documents of like lengths: ids and marks `[B, T]`, and the family of each."""
+
+    ids: Tensor
+    marks: Tensor
+    families: list[str]
+
+
+def planted_batches(
     rng: random.Random, filler: planted.Filler, tokenizer: Any, level: int, count: int
-) -> tuple[Tensor, Tensor, list[str], list[int]]:
-    """About `count` tokens of planted documents of like lengths: ids and marks `[B, T]`, families, levels."""
-    back = min(rng.choices(range(len(EASIER)), EASIER)[0], level)
-    drawn = level - back
-    rows, marks, families, used = [], [], [], 0
+) -> tuple[list[Planted], int]:
+    """About `count` tokens of one level, in at most three batches so that little is padding; and that level."""
+    drawn = level - min(rng.choices(range(len(EASIER)), EASIER)[0], level)
+    rows: list[tuple[list[int], list[int], str]] = []
+    used = 0
     while used < count:
         family, document = planted.for_training(rng, filler, drawn)
-        ids, mark = planted.encode(document, tokenizer, chat=drawn >= 2 and rng.random() < 0.15)
+        ids, marks = planted.encode(document, tokenizer, chat=drawn >= 2 and rng.random() < 0.15)
         if rows and used + len(ids) > 1.1 * count:
             break
-        rows.append(ids[: 2 * count])
-        marks.append(mark[: 2 * count])
-        families.append(family)
-        used += len(rows[-1])
-    return pad(rows), pad(marks), families, [drawn] * len(rows)
+        rows.append((ids[: 2 * count], marks[: 2 * count], family))
+        used += len(rows[-1][0])
+    rows.sort(key=lambda row: len(row[0]))
+    share = -(-len(rows) // 3)
+    parts = [rows[start : start + share] for start in range(0, len(rows), share)]
+    return [Planted(pad([r[0] for r in p]), pad([r[1] for r in p]), [r[2] for r in p]) for p in parts], drawn
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
@@ -212,21 +225,34 @@ class Trainer:
         for group in self.optimiser.param_groups:
             group["lr"] = self.args.learning_rate * self.rate() * group["factor"]
         scale = self.args.batch_factor
-        ids, marks, families, levels = planted_batch(
+        batches, level = planted_batches(
             rng, self.filler, self.tokenizer, state["level"], int(settings["planted"] * scale)
         )
-        window = text_batch(rng, self.text, int(settings["text"] * scale), settings["lengths"])
-        ids, marks, window = ids.to(device), marks.to(device), window.to(device)
+        window = text_batch(rng, self.text, int(settings["text"] * scale), settings["lengths"]).to(device)
 
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.args.bfloat16):
-            hidden = self.model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+        by_mark = torch.tensor(WEIGHTS)
+        total = sum(float(by_mark[batch.marks[:, 1:]].sum()) for batch in batches)
+        line: dict[str, Any] = {"planted_loss": 0.0, "answer_loss": 0.0, "right": defaultdict(int)}
+        answers: dict[str, int] = defaultdict(int)
+        for batch in batches:
+            ids, marks = batch.ids.to(device), batch.marks.to(device)
             wanted = marks[:, 1:] > 0  # logits of supervised positions only
-            logits = self.model.lm_head(hidden[wanted])
-        targets, mark = ids[:, 1:][wanted], marks[:, 1:][wanted]
-        losses = F.cross_entropy(logits.float(), targets, reduction="none")
-        weights = torch.tensor(WEIGHTS, device=device)[mark]
-        planted_loss = (losses * weights).sum() / weights.sum().clamp(min=32.0)
-        (self.args.planted_weight * planted_loss).backward()
+            targets, mark = ids[:, 1:][wanted], marks[:, 1:][wanted]
+            with torch.autocast(device.type, torch.bfloat16, enabled=self.args.bfloat16):
+                hidden = self.model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+                logits = self.model.lm_head(hidden[wanted])
+            losses = F.cross_entropy(logits.float(), targets, reduction="none")
+            loss = (losses * by_mark.to(device)[mark]).sum() / max(total, 32.0)
+            (self.args.planted_weight * loss).backward()
+            line["planted_loss"] += loss.item()
+            line["answer_loss"] += losses[mark == 2].sum().item()
+            rows = wanted.nonzero()[:, 0][mark == 2].tolist()
+            hits = (logits.argmax(-1) == targets)[mark == 2].tolist()
+            for row, hit in zip(rows, hits, strict=True):
+                line["right"][batch.families[row]] += hit
+                answers[batch.families[row]] += 1
+            state["tokens"] += ids.numel()
+        line["answer_loss"] /= max(1, sum(answers.values()))
         with torch.autocast(device.type, torch.bfloat16, enabled=self.args.bfloat16):
             text_logits = self.model(input_ids=window[:, :-1], use_cache=False).logits
         text_loss = F.cross_entropy(text_logits.flatten(0, 1).float(), window[:, 1:].flatten())
@@ -235,19 +261,10 @@ class Trainer:
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
 
-        right, answers = defaultdict(int), defaultdict(int)
-        rows = wanted.nonzero()[:, 0][mark == 2].tolist()
-        hits = (logits.argmax(-1) == targets)[mark == 2].tolist()
-        for row, hit in zip(rows, hits, strict=True):
-            right[families[row]] += hit
-            answers[families[row]] += 1
-        self._advance(right["records"], answers["records"], levels[0])
-        state["tokens"] += ids.numel() + window.numel()
+        self._advance(line["right"]["records"], answers["records"], level)
+        state["tokens"] += window.numel()
         state["text_tokens"] += window.numel()
-        return {
-            "planted_loss": planted_loss.item(), "answer_loss": losses[mark == 2].mean().item(),
-            "text_loss": text_loss.item(), "norm": norm.item(), "right": dict(right), "answers": dict(answers),
-        }  # fmt: skip
+        return {**line, "answers": answers, "text_loss": text_loss.item(), "norm": norm.item()}
 
     def _advance(self, right: int, answers: int, level: int) -> None:
         state = self.state
@@ -298,7 +315,10 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
         for family, count in line["answers"].items():
             answers[family] += count
             right[family] += line["right"].get(family, 0)
-    return {**out, "by_family": {name: round(right[name] / answers[name], 3) for name in sorted(answers) if answers[name]}}
+    return {
+        **out,
+        "by_family": {name: round(right[name] / answers[name], 3) for name in sorted(answers) if answers[name]},
+    }
 
 
 def main() -> None:
@@ -335,6 +355,8 @@ def main() -> None:
     saved_at = checked_at = begun
     first_step = state["step"]
     lines: list[dict[str, Any]] = []
+    stopped: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
     with (args.out / "log.jsonl").open("a") as log:
 
         def write(**entries: Any) -> None:
@@ -343,7 +365,7 @@ def main() -> None:
             log.flush()
 
         write(event="begins", options={k: str(v) for k, v in vars(args).items()})
-        while args.steps is None or state["step"] < first_step + args.steps:
+        while not stopped and (args.steps is None or state["step"] < first_step + args.steps):
             level = state["level"]
             with network.fast_delta_rule():
                 lines.append(trainer.step())
