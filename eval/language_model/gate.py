@@ -58,9 +58,9 @@ def compacted(model: Any, context: Tensor, last: int | None = None) -> GateSight
 def windows(data: Path, tokenizer: Any, count: int) -> dict[str, list[Tensor]]:
     """Held-out windows by kind, each from within one document of at least that length."""
     length = CONTEXTS[-1] + TARGETS
-    found: dict[str, list[Tensor]] = {kind: [] for kind in tokens.KINDS}
+    found: dict[str, list[Tensor]] = {kind: [] for kind in tokens.KINDS if count}
     for document in tokens.read(data, "evaluation"):
-        if len(found[document["kind"]]) == count or len(document["text"]) < 2 * length:
+        if len(found.get(document["kind"], ())) == count or len(document["text"]) < 2 * length:
             continue
         ids = tokenizer(document["text"], add_special_tokens=False).input_ids
         if len(ids) >= length:
@@ -134,7 +134,7 @@ def answers(model: Any, tokenizer: Any, context: str, question: Any) -> list[flo
             **{cache_argument(model): cache},
         )
         prediction = tokenizer.decode(output[0, asked.shape[1] :], skip_special_tokens=True)
-        scores.append(SCORERS[question.metric](prediction, question).value)
+        scores.append(SCORERS[question.metric](prediction, question).revised)
     return scores
 
 
@@ -175,7 +175,7 @@ def measured_half_lives(model: Any, ids: Tensor) -> list[list[float]]:
 
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
-    names = [name for name in next(iter(result["loss"].values())) if name != "documents"]
+    names = [str(length) for length in CONTEXTS] + ["emptied", f"last {WINDOW}"]
     lines = [
         f"Nats a token on the last {TARGETS} of {CONTEXTS[-1] + TARGETS} tokens of held-out documents, by the number "
         "of tokens seen before; and with all of them seen, the attention cache emptied or cut to its last entries:", "",
