@@ -1,6 +1,6 @@
 """Write a run's weights as a model folder of transformers: bfloat16, with the tokenizer and the state of training.
 
-    python eval/language_model/export.py --run runs/language --out eval/language_model/checkpoint
+python eval/language_model/export.py --run runs/language --out eval/language_model/checkpoint
 """
 
 import argparse

@@ -130,6 +130,20 @@ FACTS = (
 )
 
 
+#: Words that are one token with and without a blank before them.
+COMMON_WORDS = (
+    "access account action address air art back bar base bin block body book box call case cat check child class "
+    "code color column core count cover current data date day degree distance drop edge element end event face "
+    "factor field figure file flat flow force form frame future graph group hand head help hold host image index "
+    "item key label land level library light limit line link list lock log loop man map mark mask memory message "
+    "method model name net night node note number object order page pair part path pattern period place plan point "
+    "pool port position process project query range red result return right root round row sample scale second "
+    "section series server set shape side sign signal size source space stack state step store stream string sum "
+    "support system table tag task test text thing time top trace tree type unit user value vector view way weight "
+    "window word work world zone"
+).split()
+
+
 @cache
 def list_words() -> tuple[str, ...]:
     """Short common words, the keys of lists."""
@@ -187,7 +201,13 @@ def scatter(rng: random.Random, facts: Sequence[str], pieces: list[str], in_orde
 
 # -- lists of records --------------------------------------------------------------------------------------------------
 
-#: `(record, beginning of it that asks)` in plain forms.
+#: `(record, beginning of it that asks)`: of the first levels, whose values stand close to their keys, and of all.
+PLAIN_FORMS = (
+    ("{k}:{v}\n", "{k}:"),
+    ("{k}={v}\n", "{k}="),
+    ("{k}: {v}\n", "{k}:"),
+    ("{k} = {v}\n", "{k} ="),
+)
 FORMS = (
     ("{k}: {v}\n", "{k}:"),
     ("{k} = {v}\n", "{k} ="),
@@ -202,10 +222,10 @@ FORMS = (
 def records(draw: Draw, filler: Filler, tokens: int, most: int, plain: bool = False, asked: int = 64) -> Document:
     """Keys with a value each, as dense as fits or in text; every one is asked, in another order, in the same form.
 
-    `plain`: two-digit values of short words in the two shortest forms, without text between: the first levels.
+    `plain`: two-digit values of short words, mostly of the commonest, without text between: the first levels.
     """
     rng = draw.rng
-    form, ask = FORMS[rng.randrange(2)] if plain else rng.choice(FORMS)
+    form, ask = rng.choice(PLAIN_FORMS if plain else FORMS)
     kind = 0 if plain else rng.randrange(5)
     value: Callable[[], str] = (
         lambda: draw.number(2),
@@ -215,7 +235,8 @@ def records(draw: Draw, filler: Filler, tokens: int, most: int, plain: bool = Fa
         lambda: rng.choice(list_words()),
     )[kind]
     long_keys = not plain and rng.random() < 0.4
-    make_key = draw.compound if long_keys else (lambda: rng.choice(list_words()))
+    words = COMMON_WORDS if plain and rng.random() < 0.7 else list_words()
+    make_key = draw.compound if long_keys else (lambda: rng.choice(words))
     size = filler.count(form.format(k=make_key(), v=value())) + 1
     most = max(1, min(most, tokens // size))
     count = most if plain or rng.random() < 0.7 else rng.randint(1, most)
@@ -226,7 +247,7 @@ def records(draw: Draw, filler: Filler, tokens: int, most: int, plain: bool = Fa
     in_text = not plain and spare > 24
     context = scatter(rng, facts, filler.pieces(rng, spare) if in_text else [])
     questions = [
-        Question(ask.format(k=key), _value(ask, values[key]), form.split("{v}")[1])
+        Question(ask.format(k=key), _value(form, values[key]), form.split("{v}")[1])
         for key in rng.sample(keys, min(asked, count))
     ]
     if not plain and rng.random() < 0.3:
@@ -237,8 +258,8 @@ def records(draw: Draw, filler: Filler, tokens: int, most: int, plain: bool = Fa
     return Document(context + "\n", questions, facts)
 
 
-def _value(ask: str, value: str) -> str:
-    return value if ask.endswith("\t") else f" {value}"
+def _value(form: str, value: str) -> str:
+    return f" {value}" if " {v}" in form else value
 
 
 # -- RULER's templates -------------------------------------------------------------------------------------------------
@@ -369,6 +390,8 @@ def repeat(draw: Draw, filler: Filler, tokens: int, plain: bool = False) -> Docu
     rng = draw.rng
     text = filler.text(rng, tokens).strip()
     words = text.split(" ")
+    if plain and rng.random() < 0.6:
+        words = rng.choices(COMMON_WORDS, k=tokens)
     if plain or rng.random() < 0.5:
         rng.shuffle(words)
     if plain or tokens <= 96:

@@ -44,7 +44,7 @@ KIND_SHARES = {"documentation": 0.55, "book": 0.25, "code": 0.20}
 WEIGHTS = (0.0, 0.2, 1.0)
 #: What each phase trains on: tokens a step of planted documents and of text, and lengths of text with their weights.
 PHASES: dict[int, dict[str, Any]] = {
-    1: {"planted": 1024, "text": 512, "lengths": {128: 1, 256: 1}},
+    1: {"planted": 1024, "text": 256, "lengths": {128: 1, 256: 1}},
     2: {"planted": 1024, "text": 3072, "lengths": {256: 1, 512: 1, 1024: 2, 2048: 1, 3072: 1}},
 }
 #: Levels of the curriculum that planted documents keep coming from, as weights by distance to the current one.
