@@ -438,11 +438,11 @@ def for_training(rng: random.Random, filler: Filler, level: int) -> tuple[str, D
     tokens, most = LEVELS[level]
     chance = rng.random()
     if level < 2:
-        if chance < 0.35:
+        if chance < 0.08:  # repeating is learned only once records are
             return "repeat", repeat(draw, filler, tokens, plain=True)
         return "records", records(draw, filler, tokens, most, plain=True)
     if level == 2:
-        if chance < 0.3:
+        if chance < 0.15:
             return "repeat", repeat(draw, filler, tokens, plain=rng.random() < 0.5)
         return "records", records(draw, filler, tokens, most, plain=rng.random() < 0.4)
     if chance < 0.40:

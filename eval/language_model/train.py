@@ -109,7 +109,7 @@ def planted_batches(
         rows.append((ids[: 2 * count], marks[: 2 * count], family))
         used += len(rows[-1][0])
     rows.sort(key=lambda row: len(row[0]))
-    share = -(-len(rows) // 3)
+    share = -(-len(rows) // (3 if count > 800 else 2))
     parts = [rows[start : start + share] for start in range(0, len(rows), share)]
     return [Planted(pad([r[0] for r in p]), pad([r[1] for r in p]), [r[2] for r in p]) for p in parts], drawn
 
