@@ -44,7 +44,7 @@ KIND_SHARES = {"documentation": 0.55, "book": 0.25, "code": 0.20}
 WEIGHTS = (0.0, 0.2, 1.0)
 #: What each phase trains on: tokens a step of planted documents and of text, and lengths of text with their weights.
 PHASES: dict[int, dict[str, Any]] = {
-    1: {"planted": 1024, "text": 256, "lengths": {128: 1, 256: 1}},
+    1: {"planted": 1024, "text": 384, "lengths": {128: 1, 256: 1}},
     2: {"planted": 1024, "text": 3072, "lengths": {256: 1, 512: 1, 1024: 2, 2048: 1, 3072: 1}},
 }
 #: Levels of the curriculum that planted documents keep coming from, as weights by distance to the current one.
@@ -308,7 +308,7 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
     """Means of steps, and answer tokens right by family."""
     out = {
         key: round(sum(line[key] for line in lines) / len(lines), 4)
-        for key in ("planted_loss", "answer_loss", "text_loss", "norm")
+        for key in ("planted_loss", "answer_loss", "text_loss", "norm", "cpu_seconds")
     }
     right, answers = defaultdict(int), defaultdict(int)
     for line in lines:
@@ -324,6 +324,7 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     args = parse_args()
     torch.set_num_threads(args.threads)
+    torch.set_flush_denormal(True)  # products of fast decays underflow
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = tokens.load()
     text, held_out = Text(args.data, "training"), Text(args.data, "evaluation")
@@ -367,8 +368,10 @@ def main() -> None:
         write(event="begins", options={k: str(v) for k, v in vars(args).items()})
         while not stopped and (args.steps is None or state["step"] < first_step + args.steps):
             level = state["level"]
+            started = time.process_time()
             with network.fast_delta_rule():
                 lines.append(trainer.step())
+            lines[-1]["cpu_seconds"] = time.process_time() - started
             now = time.monotonic()
             state["seconds"] = before + now - begun
             if len(lines) == args.log_steps or state["level"] != level:
