@@ -190,6 +190,19 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
         torch.testing.assert_close(dict(stopped.model.named_parameters())[name], parameter, rtol=0, atol=0)
 
 
+def test_the_second_phase_begins_with_slow_heads_and_the_size_of_the_first(
+    room: Any, tokenizer: Any, data: Path, tmp_path: Path
+) -> None:
+    args = room.train.parse_args(["--data", str(data), "--out", str(tmp_path)])
+    small = room.network.build(len(tokenizer), 1, 0, **room.network.size_options(64, 4))
+    run = room.train.Trainer(args, small, tokenizer, room.train.Text(data, "training"))
+    run.begin_phase(2)
+    assert run.model.config.linear_num_value_heads == 2 * small.config.linear_num_value_heads
+    assert (run.model.config.hidden_size, run.model.config.num_hidden_layers) == (64, 4)
+    trained = {id(p) for group in run.optimiser.param_groups for p in group["params"]}
+    assert trained == {id(p) for p in run.model.parameters()}
+
+
 def test_the_learning_rate_is_constant_until_a_decay_is_asked_for(
     room: Any, tokenizer: Any, data: Path, tmp_path: Path
 ) -> None:

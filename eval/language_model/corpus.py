@@ -322,7 +322,9 @@ def split_of(name: str) -> str:
 
 def parts_of(text: str) -> list[str]:
     """The text in parts of at most `LONGEST` characters, cut between paragraphs."""
-    parts, part, size = [], [], 0
+    parts: list[str] = []
+    part: list[str] = []
+    size = 0
     for paragraph in text.split("\n\n"):
         if size + len(paragraph) > LONGEST and part:
             parts.append("\n\n".join(part))

@@ -20,14 +20,16 @@ def main() -> None:
     args = parser.parse_args()
     saved = torch.load(args.run / "checkpoint.pt", weights_only=True)
     tokenizer = tokens.load()
-    model = network.build(len(tokenizer), saved["state"]["phase"], 0)
+    state = saved["state"]
+    size = network.size_options(state.get("hidden_size", 256), state.get("layers", 16))
+    model = network.build(len(tokenizer), state["phase"], 0, **size)
     model.load_state_dict(saved["model"])
     model.to(torch.bfloat16)
     ends = tokenizer.convert_tokens_to_ids([tokens.TURN_END, tokens.END])
     model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
-    (args.out / "state.json").write_text(json.dumps(saved["state"], indent=1) + "\n")
+    (args.out / "state.json").write_text(json.dumps(state, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -47,6 +47,11 @@ def build_config(vocab_size: int, **options: Any) -> Qwen3_5TextConfig:
     return Qwen3_5TextConfig(**{**settings, **options})
 
 
+def size_options(hidden_size: int, layers: int) -> dict[str, int]:
+    """Options of `build` for a smaller model of the same make, on which recipes can be tried faster."""
+    return {"hidden_size": hidden_size, "intermediate_size": hidden_size * 3 // 2, "num_hidden_layers": layers}
+
+
 def gdn_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "A_log")]
 

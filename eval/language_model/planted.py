@@ -438,7 +438,7 @@ def for_training(rng: random.Random, filler: Filler, level: int) -> tuple[str, D
     tokens, most = LEVELS[level]
     chance = rng.random()
     if level < 2:
-        if chance < 0.08:  # repeating is learned only once records are
+        if chance < 0.02:  # repeating is learned only once records are
             return "repeat", repeat(draw, filler, tokens, plain=True)
         return "records", records(draw, filler, tokens, most, plain=True)
     if level == 2:

@@ -180,6 +180,7 @@ class Trainer:
         self.state: dict[str, Any] = {
             "step": 0, "tokens": 0, "text_tokens": 0, "level": args.level, "accuracy": 0.0, "level_steps": 0,
             "phase": args.phase or 1, "phase_step": 0, "seconds": 0.0, "decay_from": None,
+            "hidden_size": model.config.hidden_size, "layers": model.config.num_hidden_layers,
         }  # fmt: skip
         self._optimise()
 
@@ -198,13 +199,14 @@ class Trainer:
         """Goes on from a checkpoint, whose phase's model this trainer has to have."""
         saved = torch.load(path, weights_only=True)
         self.model.load_state_dict(saved["model"])
-        self.state = saved["state"]
+        self.state = {**self.state, **saved["state"]}
         self.optimiser.load_state_dict(saved["optimiser"])
 
     def begin_phase(self, phase: int) -> None:
         """A new phase begins with fresh moments, and the second with the slow heads."""
         if self.state["phase"] == 1 and phase > 1:
-            wide = network.build(self.model.config.vocab_size, phase, self.args.seed)
+            size = network.size_options(self.state["hidden_size"], self.state["layers"])
+            wide = network.build(self.model.config.vocab_size, phase, self.args.seed, **size)
             network.let_in_slow_heads(self.model, wide)
             self.model = wide.to(self.model.device)
         self.state.update(phase=phase, phase_step=0)
@@ -287,6 +289,8 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--level", type=int, default=0, help="level of the curriculum that a new run begins at")
     parser.add_argument("--levels", type=int, default=len(planted.LEVELS), help="number of levels that are used")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hidden-size", type=int, default=256, help="of a new run")
+    parser.add_argument("--layers", type=int, default=16, help="of a new run")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--decay-factor", type=float, default=1.0, help="learning rate of the GDN decays, as a factor")
     parser.add_argument("--warm-up", type=int, default=20, help="steps of warm-up at the begin of a phase")
@@ -310,7 +314,8 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
         key: round(sum(line[key] for line in lines) / len(lines), 4)
         for key in ("planted_loss", "answer_loss", "text_loss", "norm", "cpu_seconds")
     }
-    right, answers = defaultdict(int), defaultdict(int)
+    right: dict[str, int] = defaultdict(int)
+    answers: dict[str, int] = defaultdict(int)
     for line in lines:
         for family, count in line["answers"].items():
             answers[family] += count
@@ -335,7 +340,8 @@ def main() -> None:
     elif args.start_from:
         begun_from = json.loads((args.start_from / "state.json").read_text())
     phase = begun_from.get("phase", args.phase or 1)
-    model = network.build(len(tokenizer), phase, args.seed)
+    size = (begun_from.get("hidden_size", args.hidden_size), begun_from.get("layers", args.layers))
+    model = network.build(len(tokenizer), phase, args.seed, **network.size_options(*size))
     if args.start_from and not checkpoint.exists():
         model.load_state_dict(Qwen3_5ForCausalLM.from_pretrained(args.start_from, dtype=torch.float32).state_dict())
     trainer = Trainer(args, model.to(args.device), tokenizer, text)
