@@ -34,7 +34,7 @@ def chunk_gated_delta_rule(
     value, gates = chunks(value), chunks(torch.stack([beta, g], dim=-1))
     beta, decay = gates[..., :1], gates[..., 1].cumsum(-1)
 
-    causal = torch.ones(chunk_size, chunk_size, dtype=torch.bool).tril()
+    causal = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=g.device).tril()
     pairwise = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(~causal, float("-inf")).exp()
     products = torch.cat([key, query], dim=-2) @ key.transpose(-1, -2)
     products = products.repeat_interleave(groups, dim=1)
