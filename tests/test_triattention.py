@@ -172,9 +172,15 @@ def test_calibration_counts_all_rows_and_leaves_the_model_as_it_was(dense: Any) 
             assert_same(tensor, (apart[0][j][name] + apart[1][j][name]) / 2)
 
 
-@pytest.mark.parametrize("ids", [torch.zeros(5, dtype=torch.long), torch.zeros((1, 0), dtype=torch.long)])
-def test_calibration_needs_text(dense: Any, ids: Tensor) -> None:
-    with pytest.raises(ValueError, match="token ids"):
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.zeros(5, dtype=torch.long), r"ids must be \[B, T\]"),
+        (torch.zeros((1, 0), dtype=torch.long), "no tokens to calibrate on"),
+    ],
+)
+def test_calibration_needs_text(dense: Any, ids: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         TriAttention.calibrate(dense, ids)
 
 
