@@ -39,19 +39,23 @@ REFERENCE: dict[str, tuple[str, tuple[str, ...]]] = {
         ("gatesight_hf.GateSightCache", "gatesight_hf.FrozenCache", "gatesight_hf.Session"),
     ),
     "estimators": ("Estimators", ("gatesight_hf.Estimator", "gatesight_hf.EstimatorConfig")),
-    "scoring": ("Scoring interface", ("gatesight_hf.scoring",)),
+    "scoring": ("Scoring interface", ("gatesight_hf.scoring.interface",)),
     "methods": ("Methods", ("gatesight_hf.methods",)),
     "reports": ("Reports", ("gatesight_hf.CacheReport",)),
     "errors": ("Errors", ("gatesight_hf.errors",)),
-    "families": ("Models and families", ("gatesight_hf.hybrid", "gatesight_hf.families", "gatesight_hf.signals")),
+    "families": (
+        "Models and families",
+        ("gatesight_hf.models.hybrid", "gatesight_hf.models.families", "gatesight_hf.models.hooks"),
+    ),
     "training": (
         "Training",
-        ("gatesight_hf.utility", "gatesight_hf.training.collect", "gatesight_hf.training.fit",
+        ("gatesight_hf.scoring.utility", "gatesight_hf.training.collect", "gatesight_hf.training.fit",
          "gatesight_hf.training.metrics", "gatesight_hf.training.plan", "gatesight_hf.training.run"),
     ),
     "hub": (
         "Files and the Hub",
-        ("gatesight_hf.mlp", "gatesight_hf.hub", "gatesight_hf.publishing", "gatesight_hf.storage"),
+        ("gatesight_hf.scoring.mlp", "gatesight_hf.files.hub", "gatesight_hf.commands.publishing",
+         "gatesight_hf.cache.storage"),
     ),
     "vllm": (
         "vLLM",

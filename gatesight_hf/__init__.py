@@ -1,6 +1,6 @@
 """GateSight for Transformers: keep a fraction of a hybrid model's KV cache, chosen by its own GDN gates."""
 
-from .cache import GateSightCache
+from .cache import CacheReport, FrozenCache, GateSightCache
 from .errors import (
     CacheStateError,
     EstimatorMismatchError,
@@ -8,10 +8,7 @@ from .errors import (
     SessionMismatchError,
     UnsupportedModelError,
 )
-from .estimator import Estimator, EstimatorConfig
-from .frozen import FrozenCache
-from .report import CacheReport
-from .scoring import Prefill, Scorer
+from .scoring import Estimator, EstimatorConfig, Prefill, Scorer
 from .session import Session
 
 __version__ = "0.1.0"

@@ -9,13 +9,13 @@ from transformers import Cache
 
 from gatesight_kernels.checks import INTEGERS, check_bool, check_tensor, check_whole_number, described
 
-from ._compat import CACHE_ARGUMENTS, cache_argument
-from .cache import GateSightCache
+from .cache.cache import GateSightCache
+from .cache.report import CacheReport
 from .checks import check_model, check_text, check_tokenizer
 from .errors import CacheStateError
-from .estimator import Estimator
-from .report import CacheReport
-from .scoring import Scorer
+from .models._compat import CACHE_ARGUMENTS, cache_argument
+from .scoring.estimator import Estimator
+from .scoring.interface import Scorer
 
 
 def prefill(model: Any, ids: Tensor, cache: Cache, chunk_size: int | None = None) -> None:

@@ -37,10 +37,9 @@ from transformers import (
 )
 
 from gatesight_hf import Estimator, EstimatorConfig, FrozenCache, GateSightCache, Prefill
-from gatesight_hf._compat import cache_argument, cache_of_call
-from gatesight_hf.attention import AttentionView, named_arguments
-from gatesight_hf.families import adapter_for
-from gatesight_hf.hybrid import HybridSpec, find_modules
+from gatesight_hf.entries.view import AttentionView, named_arguments
+from gatesight_hf.models import HybridSpec, adapter_for, find_modules
+from gatesight_hf.models._compat import cache_argument, cache_of_call
 from gatesight_hf.scoring import Needs
 
 from .hub_server import hub  # noqa: F401 - fixture

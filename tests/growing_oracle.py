@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gatesight_hf import Estimator, GateSightCache
-from gatesight_hf.budget import allocate
-from gatesight_hf.hybrid import HybridModules, HybridSpec, find_modules
+from gatesight_hf.compaction import allocate
 from gatesight_hf.methods import HiddenStateScorer
+from gatesight_hf.models import HybridModules, HybridSpec, find_modules
 
 from .conftest import assert_same, evicted_of, forward, left_padded, padded, random_estimator, steps
 from .test_signals import hidden_states, recomputed, recomputed_gate

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gatesight_hf import GateSightCache, Prefill
-from gatesight_hf.hybrid import HybridSpec
+from gatesight_hf.models import HybridSpec
 from gatesight_hf.scoring import Needs, QueryMoments, Recorder
 
 from .conftest import capture_attention, forward, padded

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gatesight_hf.tensor_files import TensorFile, write_tensor_file
+from gatesight_hf.files import TensorFile, write_tensor_file
 
 from .conftest import compacted, forward, left_padded, random_ids
 

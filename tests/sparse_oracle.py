@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from gatesight_hf import GateSightCache
-from gatesight_hf.attention import named_arguments
+from gatesight_hf.entries.view import named_arguments
 
 from .conftest import assert_same, evicted_of, forward, left_padded, padded, random_ids, steps, tiny_model
 

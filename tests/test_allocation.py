@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from gatesight_hf import CacheStateError, GateSightCache
-from gatesight_hf.budget import spread
+from gatesight_hf.compaction.budget import spread
+from gatesight_hf.compaction.selection import Protected, best_of_all, select_global
 from gatesight_hf.scoring import Needs, Recorder, Scores
-from gatesight_hf.selection import Protected, best_of_all, select_global
 
 from .conftest import Oracle, assert_same, evicted_of, forward, prefilled, random_ids
 

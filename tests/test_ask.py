@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gatesight_hf import Session
-from gatesight_hf.cli import main
+from gatesight_hf.commands.cli import main
 from gatesight_hf.reference import ESTIMATOR_PATH, MODEL_PATH, documents, load_model, load_tokenizer
 
 DOCUMENT = documents.needles(random.Random(5), 512, count=4, asked=2)

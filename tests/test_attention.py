@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from gatesight_hf import GateSightCache
-from gatesight_hf.attention import AttentionView, apply_rotary, rotary_tables
-from gatesight_hf.hybrid import HybridSpec, find_modules
+from gatesight_hf.entries.view import AttentionView, apply_rotary, rotary_tables
 from gatesight_hf.methods import OracleScorer
+from gatesight_hf.models import HybridSpec, find_modules
 from gatesight_hf.scoring import Needs, Recorder
 
 from .conftest import assert_same, capture_attention, forward, left_padded, padded, prefilled, random_ids, tiny_model

@@ -14,10 +14,12 @@ from gatesight_eval import bench_cost, bench_model, bench_ops, bench_phases
 from gatesight_eval.bench_check import check_recording
 from gatesight_eval.bench_machine import PeakMeter
 from gatesight_eval.bench_phases import PHASES, run_pass
-from gatesight_hf import EstimatorConfig, GateSightCache, recording, signals
-from gatesight_hf.hybrid import HybridSpec
-from gatesight_hf.layers import GateSightAttentionLayer
+from gatesight_hf import EstimatorConfig, GateSightCache
+from gatesight_hf.entries import GateSightAttentionLayer
 from gatesight_hf.methods import KeyDiff
+from gatesight_hf.models import HybridSpec
+from gatesight_hf.models import hooks as signals
+from gatesight_hf.scoring import recording
 
 CPU = torch.device("cpu")
 LENGTHS = (48, 96)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gatesight_eval import bench_decode
-from gatesight_hf.frozen_layers import FrozenAttentionLayer
+from gatesight_hf.entries.frozen import FrozenAttentionLayer
 
 QUICK = ["--tiny", "--dtype", "float32", "--backend", "eager", "--repeats", "1", "--steps", "1", "--lengths", "256"]
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from gatesight_hf import CacheStateError, Estimator, GateSightCache, Session
-from gatesight_hf._compat import cache_argument
-from gatesight_hf.cli import main
-from gatesight_hf.identity import weights_digest
+from gatesight_hf.cache.identity import weights_digest
+from gatesight_hf.commands.cli import main
 from gatesight_hf.methods import RandomScorer
+from gatesight_hf.models import attach
+from gatesight_hf.models._compat import cache_argument
 from gatesight_hf.reference import documents, load_model, load_tokenizer
-from gatesight_hf.signals import attach
 from gatesight_hf.training import collect as collecting
 from gatesight_hf.training.collect import Sampling, document_tensors
 

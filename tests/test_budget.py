@@ -9,7 +9,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gatesight_hf.budget import PYRAMID_BETA, SHARED, allocate, check_kept_fraction, layer_weights, total_budget
+from gatesight_hf.compaction.budget import (
+    PYRAMID_BETA,
+    SHARED,
+    allocate,
+    check_kept_fraction,
+    layer_weights,
+    total_budget,
+)
 
 pytestmark = pytest.mark.core
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from gatesight_hf import GateSightCache
-from gatesight_hf.budget import ALLOCATIONS
+from gatesight_hf.compaction import ALLOCATIONS
 
 from .conftest import (
     KeyNorm,

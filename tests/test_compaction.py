@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gatesight_hf import GateSightCache
-from gatesight_hf.budget import SHARED
-from gatesight_hf.layers import GateSightAttentionLayer
+from gatesight_hf.compaction.budget import SHARED
+from gatesight_hf.entries import GateSightAttentionLayer
 
 from .conftest import (
     cache_kwargs,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from gatesight_hf import GateSightCache
-from gatesight_hf.budget import ALLOCATIONS
+from gatesight_hf.compaction import ALLOCATIONS
 from gatesight_hf.methods import (
     ExpectedAttention,
     KeyDiff,
@@ -25,7 +25,7 @@ from gatesight_hf.methods import (
     StreamingLLM,
     TriAttention,
 )
-from gatesight_hf.signals import attach
+from gatesight_hf.models import attach
 
 from .conftest import (
     FAMILIES,

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gatesight_kernels
 from gatesight_hf import Estimator, EstimatorConfig, EstimatorMismatchError, GateSightCache, Prefill, Scorer
-from gatesight_hf.hybrid import HybridSpec
 from gatesight_hf.methods.hidden import HiddenStateConfig, HiddenStateScorer
+from gatesight_hf.models import HybridSpec
 
 from .conftest import random_config, random_estimator, random_tensors, tiny_model
 

@@ -21,7 +21,7 @@ from gatesight_eval.prompting import Prompter
 from gatesight_eval.run import evaluate
 from gatesight_eval.store import RunFolder, read_lines
 from gatesight_hf import reference
-from gatesight_hf.cli import main
+from gatesight_hf.commands.cli import main
 from gatesight_hf.methods import RandomScorer, SnapKV, TriAttention
 
 from .conftest import random_estimator, random_ids, tiny_model
@@ -121,7 +121,7 @@ def test_another_run_is_not_mixed_in(backend: TransformersBackend, tmp_path: Pat
 def test_a_process_that_was_killed_goes_on(tmp_path: Path) -> None:
     command = "evaluate --suite toy --tasks niah_single_2 --length 256 --count 8 --method random --kept 0.5 --threads 1"
     arguments = [*command.split(), "--out"]
-    program = "import sys; from gatesight_hf.cli import main; sys.exit(main(sys.argv[1:]))"
+    program = "import sys; from gatesight_hf.commands.cli import main; sys.exit(main(sys.argv[1:]))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     killed = [sys.executable, "-c", program, *arguments, str(tmp_path / "killed")]
     results = tmp_path / "killed" / "results.jsonl"
@@ -324,7 +324,7 @@ def test_errors_are_one_line_that_names_the_mend(
     command: str, solver: tuple[Any, Any], tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if "--model" not in command:
-        monkeypatch.setattr("gatesight_hf.loading.load_named", lambda name, dtype: solver)
+        monkeypatch.setattr("gatesight_hf.models.loading.load_named", lambda name, dtype: solver)
     monkeypatch.chdir(tmp_path)
     assert main(["evaluate", "--out", "run", *command.split()]) == 1
     *before, line = capsys.readouterr().err.splitlines()
@@ -367,7 +367,7 @@ def test_a_stop_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     def stop(name: str, dtype: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gatesight_hf.loading.load_named", stop)
+    monkeypatch.setattr("gatesight_hf.models.loading.load_named", stop)
     assert main(["evaluate", "--suite", "toy", "--out", "never"]) == 130
     assert capsys.readouterr().err.splitlines()[-1].startswith("gatesight: stopped")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gatesight_hf import CacheStateError, GateSightCache
-from gatesight_hf.layers import GateSightAttentionLayer
+from gatesight_hf.entries import GateSightAttentionLayer
 
 from .conftest import (
     KeyNorm,

@@ -16,13 +16,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import gatesight_kernels as kernels
 from gatesight_hf import Estimator, EstimatorConfig, GateSightCache, UnsupportedModelError, reference
-from gatesight_hf.hybrid import HybridSpec, find_modules
-from gatesight_hf.layers import LatentAttentionLayer, SlidingAttentionLayer
+from gatesight_hf.entries import LatentAttentionLayer, SlidingAttentionLayer
 from gatesight_hf.methods import ExpectedAttention, KeyDiff, LagKV, SnapKV, TriAttention
-from gatesight_hf.scoring import Needs, Recorder
+from gatesight_hf.models import HybridSpec, find_modules
+from gatesight_hf.scoring import Needs, Recorder, continuation_utilities
 from gatesight_hf.training.collect import Sampling, collect, read_shards
 from gatesight_hf.training.fit import FitOptions, fit
-from gatesight_hf.utility import continuation_utilities
 
 from .conftest import (
     FAMILIES,

@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gatesight_hf.features import AGES, SIGNALS, assemble, feature_names
+from gatesight_hf.scoring.features import AGES, SIGNALS, assemble, feature_names
 from gatesight_kernels import age_features
 
 pytestmark = pytest.mark.core

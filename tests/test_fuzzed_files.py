@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gatesight_hf import Estimator, GateSightCache, SessionFileError, SessionMismatchError
-from gatesight_hf.tensor_files import JSON_LIMIT
+from gatesight_hf.files.tensor_files import JSON_LIMIT
 
 from .conftest import forward, random_estimator, random_ids
 from .saved_files import SLOTS, changed_cache, lines_of, save_a_cache
@@ -52,7 +52,7 @@ class Bounded:
             self.tensor_bytes += out.nbytes
             return out
 
-        monkeypatch.setattr("gatesight_hf.tensor_files.torch.empty", counted)
+        monkeypatch.setattr("gatesight_hf.files.tensor_files.torch.empty", counted)
 
     def __enter__(self) -> "Bounded":
         self.tensor_bytes = 0

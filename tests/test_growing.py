@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gatesight_hf import CacheStateError, Estimator, GateSightCache, Session
-from gatesight_hf.attention import apply_rotary
-from gatesight_hf.hybrid import HybridSpec
-from gatesight_hf.layers import GateSightAttentionLayer
+from gatesight_hf.entries import GateSightAttentionLayer
+from gatesight_hf.entries.view import apply_rotary
 from gatesight_hf.methods import (
     HiddenStateScorer,
     KeyDiff,
@@ -27,9 +26,9 @@ from gatesight_hf.methods import (
     TriAttention,
 )
 from gatesight_hf.methods.hidden import HiddenStateConfig
-from gatesight_hf.recording import Recording
+from gatesight_hf.models import HybridSpec
 from gatesight_hf.reference import ESTIMATOR_PATH, load_model, load_tokenizer
-from gatesight_hf.scoring import Needs, Recorder, Scores
+from gatesight_hf.scoring import Needs, Recorder, Recording, Scores
 
 from .conftest import (
     FAMILIES,

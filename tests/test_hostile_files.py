@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gatesight_hf import GateSightCache, SessionFileError
-from gatesight_hf.tensor_files import JSON_LIMIT, TensorFile, parse_json, write_tensor_file
+from gatesight_hf.files.tensor_files import JSON_LIMIT, TensorFile, parse_json, write_tensor_file
 
 from .saved_files import Change, changed_cache, save_a_cache
 

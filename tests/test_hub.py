@@ -13,9 +13,9 @@ import torch
 from huggingface_hub import constants
 
 from gatesight_hf import Estimator, GateSightCache, Session
-from gatesight_hf.cli import main
-from gatesight_hf.hybrid import HybridSpec
+from gatesight_hf.commands.cli import main
 from gatesight_hf.methods.hidden import HiddenStateConfig, HiddenStateScorer
+from gatesight_hf.models import HybridSpec
 from gatesight_hf.reference import ESTIMATOR_PATH, load_model, load_tokenizer
 
 from .conftest import random_estimator, random_tensors

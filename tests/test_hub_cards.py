@@ -14,10 +14,10 @@ from transformers import AutoConfig
 
 from gatesight_eval import cards
 from gatesight_hf import EstimatorConfig
-from gatesight_hf.cli import parser
-from gatesight_hf.hub import card_metadata
-from gatesight_hf.hybrid import HybridSpec
-from gatesight_hf.publishing import prepare
+from gatesight_hf.commands.cli import parser
+from gatesight_hf.commands.publishing import prepare
+from gatesight_hf.files.hub import card_metadata
+from gatesight_hf.models import HybridSpec
 from gatesight_hf.reference import ESTIMATOR_PATH
 from gatesight_hf.training.collect import Sampling, document_tensors
 from gatesight_hf.training.plan import H200, estimate, estimator_sizes, layout_of, text_model_without_storage

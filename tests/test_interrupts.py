@@ -20,8 +20,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from gatesight_hf import CacheStateError, FrozenCache, GateSightCache, signals
-from gatesight_hf.layers import GDNStateLayer
+from gatesight_hf import CacheStateError, FrozenCache, GateSightCache
+from gatesight_hf.entries import GDNStateLayer
+from gatesight_hf.models import hooks as signals
 
 from .conftest import (
     assert_same,

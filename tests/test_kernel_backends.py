@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import gatesight_kernels as kernels
-from gatesight_hf.features import assemble
+from gatesight_hf.scoring.features import assemble
 from gatesight_hf.training.fit import mlp_scores
 from gatesight_kernels import backend
 

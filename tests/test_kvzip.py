@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from gatesight_hf import CacheStateError, GateSightCache
-from gatesight_hf.hybrid import HybridSpec
 from gatesight_hf.methods import KVzip, OracleScorer
 from gatesight_hf.methods.kvzip import FIRST_PROMPT, LATER_PROMPT, replay_scores
+from gatesight_hf.models import HybridSpec
 from gatesight_hf.scoring import Recorder, Scorer
 
 from .conftest import (

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gatesight_hf.compaction import select
 from gatesight_hf.methods import (
     ExpectedAttention,
     KeyDiff,
@@ -23,7 +24,6 @@ from gatesight_hf.methods import (
 )
 from gatesight_hf.methods.base import protect
 from gatesight_hf.scoring import Prefill, Scorer
-from gatesight_hf.selection import select
 
 from . import methods_reference as reference
 from .conftest import assert_same, compacted, evicted_of, left_padded, random_ids, tiny_model

@@ -11,10 +11,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from gatesight_hf import CacheStateError, FrozenCache, GateSightCache, UnsupportedModelError
-from gatesight_hf._compat import cache_argument
-from gatesight_hf.hybrid import HybridSpec
 from gatesight_hf.methods import ExpectedAttention, KVzip, RandomScorer, SnapKV
-from gatesight_hf.signals import attach
+from gatesight_hf.models import HybridSpec, attach
+from gatesight_hf.models._compat import cache_argument
 
 from .conftest import (
     IMAGE,

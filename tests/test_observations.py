@@ -22,8 +22,8 @@ from gatesight_eval.observations import (
 )
 from gatesight_eval.tables import save_figure
 from gatesight_hf import Estimator, EstimatorConfig
-from gatesight_hf.cli import main
-from gatesight_hf.hybrid import HybridSpec, find_modules
+from gatesight_hf.commands.cli import main
+from gatesight_hf.models import HybridSpec, find_modules
 from gatesight_hf.training.collect import Shard, read_shards
 from gatesight_hf.training.fit import FitOptions
 from gatesight_hf.training.metrics import spearman

@@ -82,4 +82,4 @@ def test_metadata(wheel, metadata):
     assert metadata["Version"] == gatesight_hf.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
     assert dist_info(wheel, "licenses/LICENSE") == (ROOT / "LICENSE").read_text(encoding="utf-8")
-    assert "gatesight = gatesight_hf.cli:main" in dist_info(wheel, "entry_points.txt")
+    assert "gatesight = gatesight_hf.commands.cli:main" in dist_info(wheel, "entry_points.txt")

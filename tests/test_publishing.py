@@ -16,9 +16,9 @@ import yaml
 from huggingface_hub import ModelCard, constants
 
 from gatesight_hf import Estimator
-from gatesight_hf.cards import estimator_card, held_out_rows
-from gatesight_hf.cli import main
-from gatesight_hf.publishing import inspect, prepare, push_folder
+from gatesight_hf.commands.cli import main
+from gatesight_hf.commands.publishing import inspect, prepare, push_folder
+from gatesight_hf.files.cards import estimator_card, held_out_rows
 from gatesight_hf.reference import ESTIMATOR_PATH
 
 from .conftest import random_estimator
@@ -264,7 +264,9 @@ def test_the_command_talks_to_the_hub_of_hf_endpoint(hub, folder, tmp_path):
     kept = {name: value for name, value in os.environ.items() if not name.upper().endswith("_PROXY")}
     environment = {**kept, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": WRITER,
                    "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}  # fmt: skip
-    code = "import sys; from gatesight_hf.cli import main; a = sys.argv[1:]; sys.exit(main(a[:3]) or main(a[3:]))"
+    code = (
+        "import sys; from gatesight_hf.commands.cli import main; a = sys.argv[1:]; sys.exit(main(a[:3]) or main(a[3:]))"
+    )
     command = [sys.executable, "-c", code, "push", str(folder), REPO, "inspect", REPO, "--json"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

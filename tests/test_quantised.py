@@ -9,8 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import DynamicCache
 
 from gatesight_hf import CacheStateError, GateSightCache, Session
+from gatesight_hf.entries import GateSightAttentionLayer, LatentAttentionLayer
 from gatesight_hf.errors import SessionFileError
-from gatesight_hf.layers import GateSightAttentionLayer, LatentAttentionLayer
 from gatesight_hf.reference import ESTIMATOR_PATH, load_model, load_tokenizer
 
 from .conftest import (

@@ -11,8 +11,8 @@ import pytest
 import tomllib
 
 from gatesight_hf import GateSightCache, methods
-from gatesight_hf.cli import parser
-from gatesight_hf.families import ADAPTERS
+from gatesight_hf.commands.cli import parser
+from gatesight_hf.models.families import ADAPTERS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "eval" / "results"

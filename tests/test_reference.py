@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gatesight_hf import GateSightCache, Session
-from gatesight_hf.cli import main
+from gatesight_hf.commands.cli import main
 from gatesight_hf.methods import RandomScorer
 from gatesight_hf.reference import ESTIMATOR_PATH, MODEL_PATH, documents, load_model, load_tokenizer
 from gatesight_hf.reference.words import SPECIAL_TOKENS, vocabulary

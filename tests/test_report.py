@@ -12,7 +12,7 @@ import pytest
 from gatesight_eval.report import Results, summarise
 from gatesight_eval.stats import ByTask, Interval, PairedBootstrap
 from gatesight_eval.tables import markdown
-from gatesight_hf.cli import main
+from gatesight_hf.commands.cli import main
 
 # -- intervals ---------------------------------------------------------------------------------------------------------
 

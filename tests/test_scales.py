@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gatesight_hf.quantised import dequantise, quantise
+from gatesight_hf.entries.quantised import dequantise, quantise
 
 pytestmark = pytest.mark.core
 

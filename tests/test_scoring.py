@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from gatesight_hf import CacheStateError, GateSightCache
-from gatesight_hf.budget import ALLOCATIONS, total_budget
-from gatesight_hf.hybrid import HybridSpec
+from gatesight_hf.compaction import ALLOCATIONS, total_budget
 from gatesight_hf.methods import (
     ExpectedAttention,
     KeyDiff,
@@ -22,6 +21,7 @@ from gatesight_hf.methods import (
     StreamingLLM,
     TriAttention,
 )
+from gatesight_hf.models import HybridSpec
 from gatesight_hf.scoring import Needs, Prefill, Recorder, Scorer, Scores
 
 from .conftest import (

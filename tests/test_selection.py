@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gatesight_hf.selection import Protected, select, select_global
+from gatesight_hf.compaction import Protected, select, select_global
 
 pytestmark = pytest.mark.core
 

@@ -14,13 +14,11 @@ from accelerate import cpu_offload
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from gatesight_hf import GateSightCache, signals
-from gatesight_hf.attention import named_arguments
-from gatesight_hf.families import adapter_for
-from gatesight_hf.hybrid import HybridSpec, find_modules
-from gatesight_hf.recording import Recording
-from gatesight_hf.scoring import Needs
-from gatesight_hf.signals import attach
+from gatesight_hf import GateSightCache
+from gatesight_hf.entries.view import named_arguments
+from gatesight_hf.models import HybridSpec, adapter_for, attach, find_modules
+from gatesight_hf.models import hooks as signals
+from gatesight_hf.scoring import Needs, Recording
 
 from .conftest import (
     KeyNorm,

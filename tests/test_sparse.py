@@ -9,9 +9,8 @@ import torch
 from transformers import DynamicCache
 
 from gatesight_hf import GateSightCache
-from gatesight_hf.budget import ALLOCATIONS
-from gatesight_hf.scoring import Recorder, Scores
-from gatesight_hf.utility import continuation_utilities
+from gatesight_hf.compaction import ALLOCATIONS
+from gatesight_hf.scoring import Recorder, Scores, continuation_utilities
 
 from .conftest import (
     Oracle,

@@ -9,8 +9,8 @@ from accelerate import cpu_offload
 from torch import Tensor
 
 from gatesight_hf import CacheStateError, GateSightCache
-from gatesight_hf.signals import attach
-from gatesight_hf.sparse import SparseAttentionLayer
+from gatesight_hf.entries import SparseAttentionLayer
+from gatesight_hf.models import attach
 
 from .conftest import (
     Oracle,

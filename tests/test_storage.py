@@ -14,11 +14,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from gatesight_hf import CacheStateError, GateSightCache, Prefill, Session, SessionFileError, SessionMismatchError
-from gatesight_hf.families import Qwen35Adapter
-from gatesight_hf.identity import weights_digest
-from gatesight_hf.layers import Extent, GateSightAttentionLayer
+from gatesight_hf.cache.identity import weights_digest
+from gatesight_hf.entries import Extent, GateSightAttentionLayer
+from gatesight_hf.files import TensorInfo
+from gatesight_hf.models.families import Qwen35Adapter
 from gatesight_hf.reference import ESTIMATOR_PATH, documents, load_model, load_tokenizer
-from gatesight_hf.tensor_files import TensorInfo
 
 from .conftest import (
     KeyNorm,
@@ -221,7 +221,7 @@ def test_no_copy_of_all_entries_is_made(dense, path, monkeypatch):
         made.append(out.nbytes)
         return out
 
-    monkeypatch.setattr("gatesight_hf.tensor_files.torch.empty", counted)
+    monkeypatch.setattr("gatesight_hf.files.tensor_files.torch.empty", counted)
     loaded = GateSightCache.load(path, dense)
     held = [tensor for layer in loaded.layers for tensor in layer.state().values()]
     assert sum(made) <= path.stat().st_size

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from gatesight_hf import CacheStateError, FrozenCache, GateSightCache
-from gatesight_hf.tokens import Tokens
+from gatesight_hf.cache.tokens import Tokens
 
 from .conftest import (
     as_new,

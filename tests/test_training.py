@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from gatesight_hf import Estimator, EstimatorMismatchError, GateSightCache
-from gatesight_hf.cli import main
-from gatesight_hf.estimator import EstimatorConfig
-from gatesight_hf.hybrid import HybridSpec
+from gatesight_hf.commands.cli import main
 from gatesight_hf.methods import HiddenStateConfig, HiddenStateScorer
-from gatesight_hf.scoring import Recorder
+from gatesight_hf.models import HybridSpec
+from gatesight_hf.scoring import EstimatorConfig, Recorder
 from gatesight_hf.training import collect as collecting
 from gatesight_hf.training.collect import Sampling, Shard, collect, read_shards
 from gatesight_hf.training.documents import read_texts, reference_texts, tokenized

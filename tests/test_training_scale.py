@@ -14,8 +14,8 @@ from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen3_5Config
 
 from gatesight_eval.cards import PLANNED
 from gatesight_hf import Estimator
-from gatesight_hf.cli import main, parser
-from gatesight_hf.hybrid import HybridSpec
+from gatesight_hf.commands.cli import main, parser
+from gatesight_hf.models import HybridSpec
 from gatesight_hf.reference import load_tokenizer
 from gatesight_hf.training.documents import dataset_texts
 from gatesight_hf.training.dry_run import check_shapes, dry_run
@@ -32,7 +32,7 @@ SMALL += ["--continuation-tokens", "4", "--epochs", "2", "--hidden-size", "4"]
 #: The command line; process 1 of a run that is to die is killed at its second document.
 PROGRAM = """
 import os, signal, sys
-from gatesight_hf.cli import main
+from gatesight_hf.commands.cli import main
 from gatesight_hf.training import collect
 
 original, calls = collect.document_tensors, []

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from gatesight_hf.scoring.utility import QUERIES_PER_CHUNK, entry_utilities, normalise
 from gatesight_hf.training.metrics import mass_covered, overlap, spearman
-from gatesight_hf.utility import QUERIES_PER_CHUNK, entry_utilities, normalise
 
 pytestmark = pytest.mark.core
 

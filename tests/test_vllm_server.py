@@ -76,7 +76,12 @@ def server() -> Iterator[Server]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-c", "import sys; from gatesight_hf.cli import main; sys.exit(main())", "serve"]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from gatesight_hf.commands.cli import main; sys.exit(main())",
+        "serve",
+    ]
     command += [str(MODEL_PATH), "--estimator", str(ESTIMATOR_PATH), "--kept-fraction", "0.25", "--"]
     # vLLM's processes spin on their cores.
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}

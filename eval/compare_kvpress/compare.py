@@ -21,14 +21,13 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import gatesight_hf
-from gatesight_hf.attention import AttentionView
-from gatesight_hf.hybrid import HybridSpec
+from gatesight_hf.compaction import select, select_global
+from gatesight_hf.entries import AttentionView
 from gatesight_hf.methods import ExpectedAttention, KeyDiff, KeyNorm, KVzip, LagKV, SnapKV, StreamingLLM, TriAttention
 from gatesight_hf.methods.base import PROTECTED, protect
 from gatesight_hf.methods.kvzip import replay_scores
-from gatesight_hf.recording import Recording
-from gatesight_hf.scoring import Needs, Prefill, Scorer
-from gatesight_hf.selection import select, select_global
+from gatesight_hf.models import HybridSpec
+from gatesight_hf.scoring import Needs, Prefill, Recording, Scorer
 
 #: Largest difference that passes in float32, as a share of the largest score.
 TOLERANCE = 1e-5

@@ -21,10 +21,10 @@ from tqdm import tqdm
 
 import gatesight_hf
 from gatesight_hf import Estimator, EstimatorConfig
-from gatesight_hf.cli import parser
-from gatesight_hf.features import AGES, age_features, assemble
-from gatesight_hf.loading import REFERENCE, load_named
+from gatesight_hf.commands.cli import parser
+from gatesight_hf.models.loading import REFERENCE, load_named
 from gatesight_hf.reference import ESTIMATOR_PATH
+from gatesight_hf.scoring.features import AGES, age_features, assemble
 from gatesight_hf.training.collect import Shard, read_shards
 from gatesight_hf.training.fit import FitOptions, InputFunction, evaluate, fit, mlp_scores
 from gatesight_hf.training.metrics import overlap

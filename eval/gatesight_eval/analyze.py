@@ -11,8 +11,8 @@ import transformers
 
 import gatesight_hf
 from gatesight_hf import Estimator, EstimatorConfig, reference
-from gatesight_hf.hybrid import find_modules
-from gatesight_hf.loading import REFERENCE
+from gatesight_hf.models import find_modules
+from gatesight_hf.models.loading import REFERENCE
 from gatesight_hf.training.fit import FitOptions
 from gatesight_hf.training.run import collect_from_arguments
 

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gatesight_hf import Estimator, GateSightCache, signals
-from gatesight_hf.families import GDNAdapter, adapter_for
-from gatesight_hf.features import SIGNALS
-from gatesight_hf.hybrid import HybridSpec, find_modules
+from gatesight_hf import Estimator, GateSightCache
+from gatesight_hf.models import HybridSpec, attach, find_modules
+from gatesight_hf.models import hooks as signals
+from gatesight_hf.models.families import GDNAdapter, adapter_for
 from gatesight_hf.scoring import Prefill
+from gatesight_hf.scoring.features import SIGNALS
 from gatesight_hf.session import prefill
-from gatesight_hf.signals import attach
 
 from .bench_model import inputs_of
 

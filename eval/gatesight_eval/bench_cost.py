@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from gatesight_hf.budget import check_kept_fraction, total_budget
-from gatesight_hf.hybrid import HybridSpec
+from gatesight_hf.compaction.budget import check_kept_fraction, total_budget
+from gatesight_hf.models import HybridSpec
 
 from . import bench_ops, bench_tables
 from .backends import TransformersBackend

@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from gatesight_hf import FrozenCache, GateSightCache
-from gatesight_hf._compat import cache_argument
+from gatesight_hf.cache.tokens import Tokens
 from gatesight_hf.methods import KeyNorm
-from gatesight_hf.tokens import Tokens
+from gatesight_hf.models._compat import cache_argument
 
 from .bench_check import Check, DifferentOutputsError, relative_rms, require
 from .bench_machine import clock, hardware

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gatesight_hf import Estimator, signals
+from gatesight_hf import Estimator
 from gatesight_hf.cache import GateSightCache
-from gatesight_hf.families import GDNAdapter, adapter_for
-from gatesight_hf.features import SIGNALS
-from gatesight_hf.hybrid import HybridSpec, find_modules
-from gatesight_hf.layers import GateSightAttentionLayer
+from gatesight_hf.compaction import select
+from gatesight_hf.entries import GateSightAttentionLayer
+from gatesight_hf.models import HybridSpec, attach, find_modules
+from gatesight_hf.models import hooks as signals
+from gatesight_hf.models.families import GDNAdapter, adapter_for
 from gatesight_hf.scoring import Prefill
-from gatesight_hf.selection import select
+from gatesight_hf.scoring.features import SIGNALS
 from gatesight_hf.session import prefill
-from gatesight_hf.signals import attach
 
 from .bench_check import (
     Check,

@@ -11,14 +11,13 @@ from typing import Any
 from torch import Tensor, device
 from transformers import DynamicCache
 
-import gatesight_hf.cache
-import gatesight_hf.signals
+import gatesight_hf.cache.cache
+import gatesight_hf.models.hooks
 from gatesight_hf import Estimator, GateSightCache, Scorer
-from gatesight_hf.hybrid import HybridSpec
-from gatesight_hf.layers import GateSightAttentionLayer
+from gatesight_hf.entries import GateSightAttentionLayer
+from gatesight_hf.models import HybridSpec, attach
 from gatesight_hf.scoring import Needs, Prefill
 from gatesight_hf.session import prefill
-from gatesight_hf.signals import attach
 
 from .bench_check import Check, check_compaction, check_scores, require
 from .bench_machine import PeakMeter, Stopwatch, around_calls, clock
@@ -69,7 +68,7 @@ def recording(on: device, meter: PeakMeter) -> Iterator[dict[str, Stopwatch]]:
     """Time what hooks and cache do within forwards: the signals, and what is taken from attention layers."""
     watches = {name: Stopwatch(on) for name in ("signals", "attention")}
     calls = (
-        ("signals", gatesight_hf.signals, "gdn_signals"),
+        ("signals", gatesight_hf.models.hooks, "gdn_signals"),
         ("signals", GateSightCache, "convolution_context"),
         ("signals", GateSightCache, "record_signals"),
         ("attention", GateSightCache, "record_attention"),
@@ -126,12 +125,14 @@ def run_pass(
             prefill(model, ids, cache, CHUNK)
             prefill_seconds = clock(model.device) - begun
         if scorer.needs.signals and not watches["signals"].parts:
-            raise RuntimeError("No signals were timed: the forward does not call gatesight_hf.signals.gdn_signals.")
+            raise RuntimeError(
+                "No signals were timed: the forward does not call gatesight_hf.models.hooks.gdn_signals."
+            )
         before = cache.report()
         entries = _entries(cache) if checked else []
         with (
             around_calls(GateSightCache, "prefill", partial(meter.part, "scoring")),
-            around_calls(gatesight_hf.cache, "plan_compaction", partial(meter.part, "scoring")),
+            around_calls(gatesight_hf.cache.cache, "plan_compaction", partial(meter.part, "scoring")),
             around_calls(GateSightAttentionLayer, "compact", partial(meter.part, "compaction")),
         ):
             after = cache.compact()

@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from gatesight_hf.cards import estimator_card, eval_entry, metadata, paragraph, render, usage
-from gatesight_hf.cli import parser
+from gatesight_hf.commands.cli import parser
+from gatesight_hf.files.cards import estimator_card, eval_entry, metadata, paragraph, render, usage
 from gatesight_hf.reference import ESTIMATOR_PATH
 from gatesight_hf.training.plan import text_model_without_storage, training_plan
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gatesight_hf.loading import REFERENCE
+from gatesight_hf.models.loading import REFERENCE
 
 if TYPE_CHECKING:
     from .backends import Backend
@@ -133,7 +133,7 @@ def _evaluate(args: argparse.Namespace) -> None:
 
 def _transformers_backend(args: argparse.Namespace) -> "tuple[Backend, Callable[[], list[str]], dict[str, Any]]":
     """The backend, its default rows, and the options of its scorers."""
-    from gatesight_hf.loading import load_named
+    from gatesight_hf.models import load_named
 
     from .backends import TransformersBackend
 
@@ -199,7 +199,7 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
 
 
 def _fractions(text: str) -> list[float]:
-    from gatesight_hf.budget import check_kept_fraction
+    from gatesight_hf.compaction.budget import check_kept_fraction
 
     try:
         return [check_kept_fraction(float(part)) for part in text.split(",")]

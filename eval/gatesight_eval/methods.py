@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gatesight_hf import Estimator, Scorer, hub
-from gatesight_hf.budget import check_allocation, check_gate_exponent
+from gatesight_hf import Estimator, Scorer
+from gatesight_hf.compaction.budget import check_allocation, check_gate_exponent
+from gatesight_hf.entries.quantised import check_entries_dtype
+from gatesight_hf.files import hub
 from gatesight_hf.methods import (
     ExpectedAttention,
     HiddenStateScorer,
@@ -24,7 +26,6 @@ from gatesight_hf.methods import (
     StreamingLLM,
     TriAttention,
 )
-from gatesight_hf.quantised import check_entries_dtype
 
 #: Controls that have no scorer of their own: everything kept; GDN states alone; the true utility for the questions.
 FULL, EMPTY, ORACLE = "full", "empty", "oracle"

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 import gatesight_hf
 from gatesight_hf import Estimator, GateSightCache
-from gatesight_hf.loading import REFERENCE, load_named
+from gatesight_hf.models.loading import REFERENCE, load_named
 from gatesight_hf.reference import ESTIMATOR_PATH
 from gatesight_hf.session import prefill
 

@@ -33,8 +33,8 @@ from gatesight_eval.controls import empty_attention_cache
 from gatesight_eval.items import Question
 from gatesight_eval.metrics.registry import SCORERS
 from gatesight_hf import GateSightCache
-from gatesight_hf._compat import cache_argument
 from gatesight_hf.methods import RandomScorer, StreamingLLM
+from gatesight_hf.models._compat import cache_argument
 from gatesight_hf.session import prefill
 
 #: Tokens whose loss is measured, and how many come before them.

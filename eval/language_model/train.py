@@ -34,8 +34,8 @@ from transformers import Qwen3_5ForCausalLM
 
 from gatesight_eval.controls import empty_attention_cache
 from gatesight_hf import GateSightCache
-from gatesight_hf._compat import cache_argument
 from gatesight_hf.methods import RandomScorer
+from gatesight_hf.models._compat import cache_argument
 from gatesight_hf.session import prefill
 
 #: Shares of real text.

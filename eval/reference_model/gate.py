@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from gatesight_eval.controls import empty_attention_cache
 from gatesight_hf import GateSightCache
-from gatesight_hf._compat import cache_argument
 from gatesight_hf.methods import RandomScorer
+from gatesight_hf.models._compat import cache_argument
 from gatesight_hf.reference import MODEL_PATH, documents, load_model, load_tokenizer
 from gatesight_hf.session import prefill
 

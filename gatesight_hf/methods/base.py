@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..attention import RotaryTables
-from ..hybrid import HybridSpec
-from ..scoring import Needs, Prefill, QueryMoments, check_prefill
+from ..entries.view import RotaryTables
+from ..models.hybrid import HybridSpec
+from ..scoring.interface import Needs, Prefill, QueryMoments, check_prefill
 
 #: Beyond every score a method computes, and small enough to be told apart from its neighbours in float32.
 PROTECTED = 1e30

@@ -10,9 +10,9 @@ from torch import Tensor
 from gatesight_kernels.checks import check_whole_number, described
 
 from ..checks import check_model
-from ..hybrid import HybridSpec
-from ..scoring import Needs, Prefill, check_prefill
-from ..utility import continuation_utilities, normalise
+from ..models.hybrid import HybridSpec
+from ..scoring.interface import Needs, Prefill, check_prefill
+from ..scoring.utility import continuation_utilities, normalise
 
 
 @dataclass(frozen=True)

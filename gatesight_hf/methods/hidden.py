@@ -8,10 +8,10 @@ from torch import Tensor
 from gatesight_kernels.checks import check_whole_number, described
 
 from ..checks import check_text
-from ..features import AGES
-from ..hybrid import HybridSpec, check_spec
-from ..mlp import CONFIG_NAME, FORMAT_VERSION, MLPConfig, MLPScorer, check_format
-from ..scoring import Needs, Prefill
+from ..models.hybrid import HybridSpec, check_spec
+from ..scoring.features import AGES
+from ..scoring.interface import Needs, Prefill
+from ..scoring.mlp import CONFIG_NAME, FORMAT_VERSION, MLPConfig, MLPScorer, check_format
 
 KIND = "hidden_states"
 #: Folder of such a scorer within an estimator's.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gatesight_kernels.checks import check_whole_number
 
-from ..scoring import Needs
+from ..scoring.interface import Needs
 from .base import Row, RowScorer, protect
 
 

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from gatesight_kernels.checks import check_whole_number, described
 
-from .._compat import cache_argument
-from ..attention import AttentionView
 from ..checks import check_text, check_tokenizer
+from ..entries.view import AttentionView
 from ..errors import CacheStateError
-from ..hybrid import HybridSpec
-from ..scoring import Needs, Prefill, check_prefill
+from ..models._compat import cache_argument
+from ..models.hybrid import HybridSpec
+from ..scoring.interface import Needs, Prefill, check_prefill
 from .base import protect
 
 FIRST_PROMPT = "\n\nRepeat the previous context exactly."

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from gatesight_kernels.checks import check_bool, check_whole_number, described
 
-from ..attention import apply_rotary
-from ..scoring import Needs, QueryMoments
+from ..entries.view import apply_rotary
+from ..scoring.interface import Needs, QueryMoments
 from .base import Row, RowScorer, protect
 
 

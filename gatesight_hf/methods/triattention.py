@@ -12,14 +12,14 @@ from torch import Tensor
 
 from gatesight_kernels.checks import INTEGERS, check_tensor, described
 
-from .._compat import cache_argument
-from ..attention import AttentionView, apply_rotary
-from ..cache import GateSightCache
+from ..cache.cache import GateSightCache
 from ..checks import check_path, check_text
+from ..entries.view import AttentionView, apply_rotary
 from ..errors import EstimatorMismatchError
-from ..hybrid import HybridSpec
-from ..scoring import Prefill, Recorder
-from ..tensor_files import replacing
+from ..files.tensor_files import replacing
+from ..models._compat import cache_argument
+from ..models.hybrid import HybridSpec
+from ..scoring.interface import Prefill, Recorder
 from .base import Row, RowScorer
 
 Nope = Literal["none", "mean", "full"]

@@ -20,11 +20,11 @@ from tqdm import tqdm
 
 from gatesight_kernels.checks import INTEGERS, check_tensor, check_whole_number, described
 
-from .._compat import cache_argument
-from ..cache import GateSightCache
-from ..hybrid import HybridSpec
-from ..scoring import Needs, Recorder
-from ..utility import continuation_utilities, normalise
+from ..cache.cache import GateSightCache
+from ..models._compat import cache_argument
+from ..models.hybrid import HybridSpec
+from ..scoring.interface import Needs, Recorder
+from ..scoring.utility import continuation_utilities, normalise
 
 #: Of files that are not whole.
 PARTIAL = ".partial"

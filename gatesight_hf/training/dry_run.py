@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from .._compat import cache_argument
-from ..cache import GateSightCache
-from ..estimator import EstimatorConfig
-from ..families import adapter_for
-from ..features import assemble
-from ..hybrid import HybridSpec, find_modules
-from ..loading import load_config, named_dtype
-from ..scoring import Needs, Recorder
+from ..cache.cache import GateSightCache
+from ..models._compat import cache_argument
+from ..models.families import adapter_for
+from ..models.hybrid import HybridSpec, find_modules
+from ..models.loading import load_config, named_dtype
+from ..scoring.estimator import EstimatorConfig
+from ..scoring.features import assemble
+from ..scoring.interface import Needs, Recorder
 from .plan import text_model_without_storage, training_plan
 
 #: Of the forward on shapes.

@@ -20,9 +20,9 @@ from tqdm import tqdm
 from gatesight_kernels import age_features
 from gatesight_kernels.checks import check_whole_number, described
 
-from ..estimator import Estimator, EstimatorConfig
-from ..features import AGES, assemble, feature_names
 from ..methods.hidden import HiddenStateConfig, HiddenStateScorer
+from ..scoring.estimator import Estimator, EstimatorConfig
+from ..scoring.features import AGES, assemble, feature_names
 from .collect import Shard, read_shards
 from .metrics import METRICS, overlap
 

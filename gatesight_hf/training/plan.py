@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from ..estimator import EstimatorConfig
-from ..families import adapter_for
-from ..hybrid import HybridSpec
-from ..layers import LatentAttentionLayer
+from ..entries.attention import LatentAttentionLayer
+from ..models.families import adapter_for
+from ..models.hybrid import HybridSpec
+from ..scoring.estimator import EstimatorConfig
 
 FLOAT32, INT64 = 4, 8
 #: Tables of embeddings: looked up, not multiplied.

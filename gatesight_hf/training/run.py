@@ -13,12 +13,12 @@ import torch
 import transformers
 
 from .. import __version__
-from ..cards import estimator_card
-from ..estimator import EstimatorConfig
-from ..hybrid import HybridSpec
-from ..identity import weights_digest
-from ..loading import REFERENCE, load_named
+from ..cache.identity import weights_digest
+from ..files.cards import estimator_card
 from ..methods.hidden import HIDDEN_STATES_FOLDER, HiddenStateConfig
+from ..models.hybrid import HybridSpec
+from ..models.loading import REFERENCE, load_named
+from ..scoring.estimator import EstimatorConfig
 from .collect import Sampling, collect, partial_of
 from .documents import SHORTEST_SHARE, dataset_texts, read_texts, reference_texts, tokenized
 from .fit import FitOptions, fit

@@ -21,7 +21,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.request import RequestStatus
 
-from ..hybrid import HybridSpec
+from ..models.hybrid import HybridSpec
 from .messages import ASK, DROP, OPEN, REPORT, Asked, Compaction, OpenOptions, Outcome, Outcomes, StepMetadata, digest
 from .metrics import SessionPromMetrics, SessionStats
 from .paged import GateSightAttentionManager, GateSightAttentionSpec, Inherited

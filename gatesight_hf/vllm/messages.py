@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from ..compaction import CompactionOptions
+from ..compaction.plan import CompactionOptions
 from ..methods import KeyDiff, KeyNorm, LagKV, RandomScorer, StreamingLLM
-from ..scoring import Scorer
+from ..scoring.interface import Scorer
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

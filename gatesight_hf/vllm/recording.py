@@ -14,7 +14,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from gatesight_kernels import gate_means
 
-from ..hybrid import HybridSpec
+from ..models.hybrid import HybridSpec
 
 
 @dataclass

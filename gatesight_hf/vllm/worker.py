@@ -13,10 +13,10 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from ..compaction import plan_compaction
-from ..estimator import Estimator
-from ..hybrid import HybridSpec
-from ..scoring import Prefill, Scorer, Scores, checked_scores
+from ..compaction.plan import plan_compaction
+from ..models.hybrid import HybridSpec
+from ..scoring.estimator import Estimator
+from ..scoring.interface import Prefill, Scorer, Scores, checked_scores
 from .messages import METHODS, Compaction, Outcome, StepMetadata
 from .paged import GateSightAttentionSpec
 from .pages import Pages, check_layout

@@ -1,0 +1,5 @@
+"""What a person types: `gatesight demo | ask | train | evaluate | bench | inspect | push`.
+
+Arguments come in; tables, and with `--json` one JSON object, go out. Imports all of the library, each part when a
+command needs it.
+"""
