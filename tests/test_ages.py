@@ -1,4 +1,4 @@
-"""What `gatesight_eval.ages` measures, and what is committed of it."""
+"""What `gatesight_eval.observations.ages` measures, and what is committed of it."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gatesight_eval import ages
+from gatesight_eval.observations import ages
 from gatesight_hf import Estimator
 from gatesight_hf.training.collect import read_shards
 from gatesight_hf.training.fit import mlp_scores, signal_inputs

@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from gatesight_eval import bench_cost, bench_model, bench_ops, bench_phases
-from gatesight_eval.bench_check import check_recording
-from gatesight_eval.bench_machine import PeakMeter
-from gatesight_eval.bench_phases import PHASES, run_pass
+from gatesight_eval.bench import cost as bench_cost
+from gatesight_eval.bench import model as bench_model
+from gatesight_eval.bench import ops as bench_ops
+from gatesight_eval.bench import phases as bench_phases
+from gatesight_eval.bench.check import check_recording
+from gatesight_eval.bench.machine import PeakMeter
+from gatesight_eval.bench.phases import PHASES, run_pass
 from gatesight_hf import EstimatorConfig, GateSightCache
 from gatesight_hf.entries import GateSightAttentionLayer
 from gatesight_hf.methods import KeyDiff

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gatesight_eval import bench_decode
+from gatesight_eval.bench import decode as bench_decode
 from gatesight_hf.entries.frozen import FrozenAttentionLayer
 
 QUICK = ["--tiny", "--dtype", "float32", "--backend", "eager", "--repeats", "1", "--steps", "1", "--lengths", "256"]

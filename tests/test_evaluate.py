@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from gatesight_eval.backends import ContextResult, Request, TransformersBackend
-from gatesight_eval.items import Item, Question
-from gatesight_eval.methods import Cell, Method, ScorerFactory, cells_of
-from gatesight_eval.prompting import PreparedContext, Prompter
+from gatesight_eval.backends.methods import Cell, Method, ScorerFactory, cells_of
+from gatesight_eval.reports.store import RunFolder, read_lines
 from gatesight_eval.run import evaluate
-from gatesight_eval.store import RunFolder, read_lines
+from gatesight_eval.suites.items import Item, Question
+from gatesight_eval.suites.prompting import PreparedContext, Prompter
 from gatesight_hf import GateSightCache, Scorer, Session, reference
 from gatesight_hf.methods import OracleScorer
 from gatesight_hf.reference.documents import Document, needles

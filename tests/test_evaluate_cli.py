@@ -15,11 +15,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from gatesight_eval.backends import ContextResult, TransformersBackend
-from gatesight_eval.items import Item, Question
-from gatesight_eval.methods import Method, ScorerFactory, calibration_ids, cells_of
-from gatesight_eval.prompting import Prompter
+from gatesight_eval.backends.methods import Method, ScorerFactory, calibration_ids, cells_of
+from gatesight_eval.reports.store import RunFolder, read_lines
 from gatesight_eval.run import evaluate
-from gatesight_eval.store import RunFolder, read_lines
+from gatesight_eval.suites.items import Item, Question
+from gatesight_eval.suites.prompting import Prompter
 from gatesight_hf import reference
 from gatesight_hf.commands.cli import main
 from gatesight_hf.methods import RandomScorer, SnapKV, TriAttention

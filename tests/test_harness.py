@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from gatesight_eval.ruler.templates import CWE, FWE, NIAH, NIAH_SINGULAR, QA, VT, Wording
+from gatesight_eval.suites.ruler.templates import CWE, FWE, NIAH, NIAH_SINGULAR, QA, VT, Wording
 from gatesight_hf import Session
 from gatesight_hf.reference import ESTIMATOR_PATH, MODEL_PATH, documents, load_model, load_tokenizer
 
 pytest.importorskip("lm_eval")
-harness = importlib.import_module("gatesight_eval.harness")
+harness = importlib.import_module("gatesight_eval.backends.harness")
 evaluator = importlib.import_module("lm_eval.evaluator")
 tasks = importlib.import_module("lm_eval.tasks")
 
@@ -33,11 +33,11 @@ doc_to_target: "{{{{answer}}}}"
 generation_kwargs: {{do_sample: false, max_gen_toks: 6, until: []}}
 metric_list: [{{metric: exact_match}}]
 """
-#: `python -m gatesight_eval.harness`, without half a minute for the index of the thousands of tasks of the harness.
+#: `python -m gatesight_eval.backends.harness`, without half a minute for the index of the harness's thousands of tasks.
 COMMAND = """
 import functools, runpy, lm_eval.tasks
 lm_eval.tasks.TaskManager = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
-runpy.run_module("gatesight_eval.harness", run_name="__main__")
+runpy.run_module("gatesight_eval.backends.harness", run_name="__main__")
 """
 CONTEXT_TOKENS = 300
 HEADER, FOOTER = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"

@@ -12,7 +12,7 @@ import yaml
 from huggingface_hub import ModelCard
 from transformers import AutoConfig
 
-from gatesight_eval import cards
+from gatesight_eval.reports import cards
 from gatesight_hf import EstimatorConfig
 from gatesight_hf.commands.cli import parser
 from gatesight_hf.commands.publishing import prepare
@@ -80,11 +80,11 @@ def test_what_is_committed_is_what_is_rendered():
     del committed[Path("hub_cards/README.md")]
     assert set(committed) == set(FILES)
     for name, path in committed.items():
-        assert path.read_bytes() == FILES[name], f"{name}: run python -m gatesight_eval.cards"
+        assert path.read_bytes() == FILES[name], f"{name}: run python -m gatesight_eval.reports.cards"
 
 
 def test_plans_are_those_of_the_formulas():
-    assert json.loads(json.dumps(cards.plans())) == list(PLANS.values()), "run python -m gatesight_eval.cards"
+    assert json.loads(json.dumps(cards.plans())) == list(PLANS.values()), "run python -m gatesight_eval.reports.cards"
 
 
 def test_every_number_in_a_table_is_in_a_result():

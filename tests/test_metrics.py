@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from gatesight_eval.items import Question
 from gatesight_eval.metrics import SCORERS, Score, score
 from gatesight_eval.metrics.metrics import GateSightMetric
 from gatesight_eval.metrics.repoqa import FUNCTION_NODES, best_match, bleu, extract_function
 from gatesight_eval.metrics.scbench import character_f1
+from gatesight_eval.suites.items import Question
 
 ROOT = Path(__file__).parents[1]
 METRIC_FILE = ROOT / "eval" / "gatesight_eval" / "metrics" / "metrics.py"

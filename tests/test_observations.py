@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gatesight_eval.observation_tables import PLOTTERS, markdown
-from gatesight_eval.observations import (
+from gatesight_eval.observations.observe import (
     cells,
     checkpoint_log_decay,
     half_life,
@@ -20,7 +19,8 @@ from gatesight_eval.observations import (
     slow_write,
     written_and_forgotten,
 )
-from gatesight_eval.tables import save_figure
+from gatesight_eval.observations.tables import PLOTTERS, markdown
+from gatesight_eval.reports.tables import save_figure
 from gatesight_hf import Estimator, EstimatorConfig
 from gatesight_hf.commands.cli import main
 from gatesight_hf.models import HybridSpec, find_modules

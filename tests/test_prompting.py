@@ -9,8 +9,8 @@ from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from gatesight_eval.items import Item, Question
-from gatesight_eval.prompting import Prompter, truncate_middle
+from gatesight_eval.suites.items import Item, Question
+from gatesight_eval.suites.prompting import Prompter, truncate_middle
 from gatesight_hf.reference import load_tokenizer
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]

@@ -66,7 +66,7 @@ def test_options_are_those_of_the_cache_with_their_defaults() -> None:
 
 
 def test_methods_are_those_of_the_evaluator() -> None:
-    from gatesight_eval.methods import ScorerFactory
+    from gatesight_eval.backends.methods import ScorerFactory
 
     rows = {name: scorer for name, scorer, *_ in table("`--method`")}
     assert set(rows) == set(ScorerFactory(None, None, {}).names)
@@ -130,8 +130,8 @@ def test_commands_parse(words: list[str]) -> None:
     # argparse also takes what an option begins with.
     assert {word for word in own if word.startswith("--")} <= set(verbs()[own[0]]._option_string_actions)
     if words[0] == "evaluate":
+        from gatesight_eval.backends.methods import Method
         from gatesight_eval.cli import _fractions
-        from gatesight_eval.methods import Method
 
         assert _fractions(args.kept)
         assert all(Method.parse(label) for label in (args.method or "full").split(","))

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gatesight_eval.report import Results, summarise
-from gatesight_eval.stats import ByTask, Interval, PairedBootstrap
-from gatesight_eval.tables import markdown
+from gatesight_eval.reports.stats import ByTask, Interval, PairedBootstrap
+from gatesight_eval.reports.summary import Results, summarise
+from gatesight_eval.reports.tables import markdown
 from gatesight_hf.commands.cli import main
 
 # -- intervals ---------------------------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from gatesight_eval.items import Item
-from gatesight_eval.ruler import TASKS, Sources, generate, load_kvpress
-from gatesight_eval.ruler.sources import CompoundWords, read_haystack, word_list
+from gatesight_eval.suites.items import Item
+from gatesight_eval.suites.ruler import TASKS, Sources, generate, load_kvpress
+from gatesight_eval.suites.ruler.sources import CompoundWords, read_haystack, word_list
 
 DATA = Path(__file__).parent / "data" / "ruler"
 SOURCES = Sources(haystack=DATA / "prose.txt", squad=DATA / "squad.json", hotpotqa=DATA / "hotpotqa.json")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gatesight_eval.items import Item, Question
-from gatesight_eval.ruler import TASKS, load_kvpress, load_official, manifest, write_official
+from gatesight_eval.suites.items import Item, Question
+from gatesight_eval.suites.ruler import TASKS, load_kvpress, load_official, manifest, write_official
 
 from .test_ruler import OFFICIAL, make, prompt
 

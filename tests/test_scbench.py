@@ -7,12 +7,12 @@ from typing import Any
 import datasets
 import pytest
 
-from gatesight_eval.items import Item
 from gatesight_eval.metrics import SCORERS, score
-from gatesight_eval.scbench import TASKS, load, load_kvzip, reserved_tokens
-from gatesight_eval.scbench.kvzip import CONTEXT_PREFIX, items_from_kvzip_rows
-from gatesight_eval.scbench.loading import items_from_rows
-from gatesight_eval.scbench.tasks import MF_NEUTRAL_PREFIX
+from gatesight_eval.suites.items import Item
+from gatesight_eval.suites.scbench import TASKS, load, load_kvzip, reserved_tokens
+from gatesight_eval.suites.scbench.kvzip import CONTEXT_PREFIX, items_from_kvzip_rows
+from gatesight_eval.suites.scbench.loading import items_from_rows
+from gatesight_eval.suites.scbench.tasks import MF_NEUTRAL_PREFIX
 
 DATA = Path(__file__).parent / "data" / "scbench"
 KVZIP = {

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen3_5Config
 
-from gatesight_eval.cards import PLANNED
+from gatesight_eval.reports.cards import PLANNED
 from gatesight_hf import Estimator
 from gatesight_hf.commands.cli import main, parser
 from gatesight_hf.models import HybridSpec

@@ -25,13 +25,13 @@ from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 import gatesight_hf.vllm as gatesight_vllm
-from gatesight_eval import toy
 from gatesight_eval.backends import TransformersBackend
+from gatesight_eval.backends.methods import Method, ScorerFactory, cells_of
 from gatesight_eval.backends.paged import VLLMBackend
-from gatesight_eval.methods import Method, ScorerFactory, cells_of
-from gatesight_eval.prompting import Prompter
+from gatesight_eval.reports.store import RunFolder, read_lines
 from gatesight_eval.run import evaluate
-from gatesight_eval.store import RunFolder, read_lines
+from gatesight_eval.suites import toy
+from gatesight_eval.suites.prompting import Prompter
 from gatesight_hf import Estimator, GateSightCache, reference
 from gatesight_hf.methods import KeyDiff
 from gatesight_hf.reference import documents

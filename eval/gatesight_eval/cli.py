@@ -106,11 +106,11 @@ def add_report(verbs: Verbs) -> None:  # type: ignore[valid-type]
 def _evaluate(args: argparse.Namespace) -> None:
     import torch
 
-    from . import suites
-    from .methods import Method, cells_of
-    from .prompting import Prompter
+    from .backends.methods import Method, cells_of
+    from .reports.store import RunFolder
     from .run import evaluate
-    from .store import RunFolder
+    from .suites import arguments as suites
+    from .suites.prompting import Prompter
 
     for name in ("threads", "rows", "prefill_chunk_size"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
@@ -229,7 +229,7 @@ def _scorers(args: argparse.Namespace, model: Any, tokenizer: Any) -> Any:
     from gatesight_hf.methods.hidden import HIDDEN_STATES_FOLDER
     from gatesight_hf.training.documents import reference_texts
 
-    from .methods import ScorerFactory, calibration_ids
+    from .backends.methods import ScorerFactory, calibration_ids
 
     hidden, calibration, options = args.hidden_states, args.calibration, dict(args.options)
     if args.model == REFERENCE:
@@ -248,7 +248,7 @@ def _manifest(
     args: argparse.Namespace, data: dict[str, Any], backend: dict[str, Any], options: dict[str, Any]
 ) -> dict[str, Any]:
     """What a result file says of the run; equal when the run goes on."""
-    from .store import commit
+    from .reports.store import commit
 
     asked = {name: value for name, value in vars(args).items() if name not in ("run", "out", "options")}
     return {
@@ -261,8 +261,8 @@ def _manifest(
 
 
 def _report(args: argparse.Namespace) -> None:
-    from .report import Results, summarise
-    from .tables import markdown, plot_costs, plot_curves, plot_depths, require_matplotlib
+    from .reports.summary import Results, summarise
+    from .reports.tables import markdown, plot_costs, plot_curves, plot_depths, require_matplotlib
 
     require_matplotlib()
     fractions = _fractions(args.kept) if args.kept else None

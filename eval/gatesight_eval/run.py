@@ -8,11 +8,11 @@ from typing import Any
 from tqdm import tqdm
 
 from .backends import Backend, ContextResult, Request
-from .items import Item
-from .methods import Cell
+from .backends.methods import Cell
 from .metrics import score
-from .prompting import PreparedContext, Prompter
-from .store import RunFolder
+from .reports.store import RunFolder
+from .suites.items import Item
+from .suites.prompting import PreparedContext, Prompter
 
 
 def evaluate(

@@ -28,10 +28,10 @@ from tqdm import tqdm
 from train import Text
 from transformers import Qwen3_5ForCausalLM
 
-from gatesight_eval import ruler
-from gatesight_eval.controls import empty_attention_cache
-from gatesight_eval.items import Question
+from gatesight_eval.backends.controls import empty_attention_cache
 from gatesight_eval.metrics.registry import SCORERS
+from gatesight_eval.suites import ruler
+from gatesight_eval.suites.items import Question
 from gatesight_hf import GateSightCache
 from gatesight_hf.methods import RandomScorer, StreamingLLM
 from gatesight_hf.models._compat import cache_argument

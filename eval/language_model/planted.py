@@ -14,8 +14,8 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from gatesight_eval.ruler.sources import compound_words, word_list
-from gatesight_eval.ruler.templates import CWE, FWE, NEEDLE, NIAH, NIAH_SINGULAR, NOISE, QA, VT
+from gatesight_eval.suites.ruler.sources import compound_words, word_list
+from gatesight_eval.suites.ruler.templates import CWE, FWE, NEEDLE, NIAH, NIAH_SINGULAR, NOISE, QA, VT
 
 #: `(context tokens, most records)` of the curriculum's levels.
 LEVELS = ((20, 2), (40, 4), (80, 8), (160, 16), (320, 32), (640, 64), (1024, 100), (2048, 180), (4096, 250))

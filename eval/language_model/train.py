@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen3_5ForCausalLM
 
-from gatesight_eval.controls import empty_attention_cache
+from gatesight_eval.backends.controls import empty_attention_cache
 from gatesight_hf import GateSightCache
 from gatesight_hf.methods import RandomScorer
 from gatesight_hf.models._compat import cache_argument

@@ -17,7 +17,7 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from gatesight_eval.controls import empty_attention_cache
+from gatesight_eval.backends.controls import empty_attention_cache
 from gatesight_hf import GateSightCache
 from gatesight_hf.methods import RandomScorer
 from gatesight_hf.models._compat import cache_argument

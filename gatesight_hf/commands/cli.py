@@ -137,8 +137,8 @@ def _add_analyze(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 
 def _analyze(args: argparse.Namespace) -> None:
-    from gatesight_eval.analyze import analyze_from_arguments
-    from gatesight_eval.observation_tables import markdown
+    from gatesight_eval.observations.analyze import analyze_from_arguments
+    from gatesight_eval.observations.tables import markdown
 
     found = analyze_from_arguments(args)
     if found is not None:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..methods import Cell
-from ..prompting import PreparedContext
+from ..suites.prompting import PreparedContext
+from .methods import Cell
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from gatesight_hf.models._compat import cache_argument
 from gatesight_hf.scoring import Needs, Recorder, Scores
 from gatesight_hf.session import prefill
 
-from ..controls import empty_attention_cache
-from ..methods import EMPTY, FULL, ORACLE, Cell, ScorerFactory
 from .base import Answer, Backend, CellResult, ContextResult, Request, check_length
+from .controls import empty_attention_cache
+from .methods import EMPTY, FULL, ORACLE, Cell, ScorerFactory
 
 
 class TransformersBackend(Backend):

@@ -15,8 +15,8 @@ from gatesight_hf.vllm import GateSightLLM, SessionReport
 from gatesight_hf.vllm.messages import METHODS
 from gatesight_hf.vllm.support import vllm_version
 
-from ..methods import EMPTY, FULL, Cell
 from .base import Answer, Backend, CellResult, ContextResult, Request, check_length
+from .methods import EMPTY, FULL, Cell
 
 
 class VLLMBackend(Backend):

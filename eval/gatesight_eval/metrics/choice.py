@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from ..items import Question
+from ..suites.items import Question
 from .scores import Score, detail, plain, references
 
 _LETTERS = "ABCD"

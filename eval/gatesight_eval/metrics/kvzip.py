@@ -8,7 +8,7 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
-from ..items import Question
+from ..suites.items import Question
 from .repoqa import repoqa
 from .scores import Score, equal, references
 

@@ -13,8 +13,8 @@ from typing import Any
 import datasets
 import evaluate
 
-from gatesight_eval.items import Question
 from gatesight_eval.metrics.registry import SCORERS, score
+from gatesight_eval.suites.items import Question
 
 _DESCRIPTION = "Official and revised scores of RULER, SCBench and the toy suite, 0 to 1, averaged over predictions."
 _INPUTS = """

@@ -1,6 +1,6 @@
 """Scorers by name."""
 
-from ..items import Question
+from ..suites.items import Question
 from . import kvzip
 from .choice import choice_eng, many_shot
 from .repoqa import repoqa

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ..items import Question
+from ..suites.items import Question
 from .scores import Score, detail
 
 #: BLEU from which on a function counts as repeated.

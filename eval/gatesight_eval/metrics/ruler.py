@@ -2,7 +2,7 @@
 
 import re
 
-from ..items import Question
+from ..suites.items import Question
 from .scores import Score, equal, references
 
 

@@ -10,7 +10,7 @@ import unicodedata
 from collections import Counter
 from decimal import Decimal
 
-from ..items import Question
+from ..suites.items import Question
 from .ruler import matched_fraction
 from .scores import SPECIAL_TOKEN, Score, equal, references
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..items import Question
+from ..suites.items import Question
 
 #: Markers such as `<|im_end|>` and `</s>`: SCBench's runners decode answers with them.
 SPECIAL_TOKEN = re.compile(r"<\|[^<>|]{1,40}\|>|</?s>|<(?:bos|eos|pad|unk|start_of_turn|end_of_turn)>")

@@ -19,9 +19,9 @@ from gatesight_hf.models import HybridSpec, attach
 from gatesight_hf.scoring import Needs, Prefill
 from gatesight_hf.session import prefill
 
-from .bench_check import Check, check_compaction, check_scores, require
-from .bench_machine import PeakMeter, Stopwatch, around_calls, clock
-from .bench_model import (
+from .check import Check, check_compaction, check_scores, require
+from .machine import PeakMeter, Stopwatch, around_calls, clock
+from .model import (
     Work,
     compaction_work,
     gates_work,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .tables import new_axis, table_header, table_row
+from ..reports.tables import new_axis, table_header, table_row
 
 #: The paper's own numbers on Qwen3.8-27B, where this measures the same thing.
 PAPER = {"mlp": 0.410, "ridge": 0.386, "age only": 0.179}

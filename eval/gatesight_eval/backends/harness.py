@@ -1,12 +1,12 @@
 """The model `gatesight` of lm-evaluation-harness: its generation tasks on a compacted cache, query-agnostic.
 
-    python -m gatesight_eval.harness --model gatesight \\
+    python -m gatesight_eval.backends.harness --model gatesight \\
         --model_args pretrained=MODEL,estimator=FOLDER,method=gatesight,kept_fraction=0.1 \\
         --tasks ruler --metadata '{"max_seq_lengths": [4096]}'
 
 This is the command `lm_eval` with one more model: all of its arguments follow. The plain command cannot know the model,
 because lm_eval (read and tried: 0.4.13) has a fixed list of models and no entry points, and `--include_path` is for
-tasks. From Python, `import gatesight_eval.harness` and then `lm_eval.simple_evaluate(model="gatesight", …)`.
+tasks. From Python, `import gatesight_eval.backends.harness` and then `lm_eval.simple_evaluate(model="gatesight", …)`.
 
 Each prompt is cut into a context, which is prefilled and compacted without the question, and the rest of the prompt,
 which is answered greedily on a fork. Requests with the same context share its prefill. The cut is, in this order,
@@ -40,10 +40,10 @@ from gatesight_hf.models._compat import cache_argument
 from gatesight_hf.scoring import Recorder
 from gatesight_hf.session import prefill
 
+from ..suites.prompting import truncate_middle
+from ..suites.ruler.templates import CWE, FWE, NIAH, QA, VT
 from .controls import empty_attention_cache
 from .methods import EMPTY, FULL, ORACLE, Cell, Method, ScorerFactory, calibration_ids
-from .prompting import truncate_middle
-from .ruler.templates import CWE, FWE, NIAH, QA, VT
 
 # Below lm_eval's logger, which has the handler.
 logger = logging.getLogger("lm_eval.models.gatesight")

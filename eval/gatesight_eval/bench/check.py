@@ -23,7 +23,7 @@ from gatesight_hf.scoring import Prefill
 from gatesight_hf.scoring.features import SIGNALS
 from gatesight_hf.session import prefill
 
-from .bench_model import inputs_of
+from .model import inputs_of
 
 #: Tokens of the references at a time: they are in float64.
 TOKENS_PER_STEP = 8192

@@ -1,6 +1,6 @@
 """What GateSight costs: signals, scores and compaction against the prefill itself, at Qwen3.8-27B's layer dimensions.
 
-    python -m gatesight_eval.bench_cost --output eval/results/cost
+    python -m gatesight_eval.bench.cost --output eval/results/cost
 
 Times a slice of three GDN layers and one attention layer with random weights, all in one run: the prefill with a plain
 `DynamicCache`, and for each eviction method what it records within the prefill, its scores and the compaction. Beside
@@ -24,11 +24,14 @@ from tqdm import tqdm
 from gatesight_hf.compaction.budget import check_kept_fraction, total_budget
 from gatesight_hf.models import HybridSpec
 
-from . import bench_ops, bench_tables
-from .backends import TransformersBackend
-from .bench_check import Check, DifferentOutputsError, check_recording, require
-from .bench_machine import PeakMeter, ceilings, hardware, name_of
-from .bench_model import (
+from ..backends import TransformersBackend
+from ..backends.methods import ScorerFactory
+from ..reports.store import commit
+from . import ops as bench_ops
+from . import tables as bench_tables
+from .check import Check, DifferentOutputsError, check_recording, require
+from .machine import PeakMeter, ceilings, hardware, name_of
+from .model import (
     CALIBRATION_TOKENS,
     SLICE_LAYERS,
     WHOLE_LAYERS,
@@ -40,9 +43,7 @@ from .bench_model import (
     slice_estimator,
     word_tokenizer,
 )
-from .bench_phases import CHUNK, GATESIGHT, KVZIP, PHASES, PREFILL, SEED, Bench
-from .methods import ScorerFactory
-from .store import commit
+from .phases import CHUNK, GATESIGHT, KVZIP, PHASES, PREFILL, SEED, Bench
 
 METHODS = (GATESIGHT, "snapkv", "keydiff", "triattention", "expected_attention", KVZIP)
 DTYPES = {name_of(dtype): dtype for dtype in (torch.bfloat16, torch.float32)}
@@ -238,7 +239,7 @@ def _count(text: str) -> int:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="gatesight_eval.bench_cost", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="gatesight_eval.bench.cost", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--lengths", type=_lengths, help=f"tokens, comma-separated (default: {LENGTHS})")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .methods import EMPTY, FULL
+from ..backends.methods import EMPTY, FULL
 
 CONTROLS = (FULL, EMPTY)
 #: Of Okabe and Ito, told apart by colour-blind readers.

@@ -1,4 +1,4 @@
-"""Renders `hub_cards/` from results: `python -m gatesight_eval.cards`. Run it anew when results or layouts change.
+"""Renders `hub_cards/` from results: `python -m gatesight_eval.reports.cards`, anew when results or layouts change.
 
 `hub_cards/<repo>/` is a Hub repo as it is pushed: the bundled estimator complete, and those of large models up to the
 weights, with what their training takes at least (`eval/results/training_plans.json`).
@@ -17,10 +17,10 @@ from gatesight_hf.files.cards import estimator_card, eval_entry, metadata, parag
 from gatesight_hf.reference import ESTIMATOR_PATH
 from gatesight_hf.training.plan import text_model_without_storage, training_plan
 
-from .methods import EMPTY, FULL
+from ..backends.methods import EMPTY, FULL
 from .tables import group_means, table_header, table_row
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TOY, PLANS = Path("eval/results/toy.json"), Path("eval/results/training_plans.json")
 REFERENCE = "gatesight-reference"
 _ROTARY = {

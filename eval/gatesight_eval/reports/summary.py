@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .methods import EMPTY, FULL
+from ..backends.methods import EMPTY, FULL
 from .stats import ByTask, Interval, PairedBootstrap
 from .store import COSTS, RESULTS, read_lines, read_manifest
 

@@ -1,6 +1,6 @@
 """A question in the prompt: what `generate` of context and question loses if the question is evicted with the context.
 
-    python -m gatesight_eval.one_shot --out eval/results/one_shot
+    python -m gatesight_eval.observations.one_shot --out eval/results/one_shot
 
 The reference model reads context and question in one prompt, which is compacted as a whole, and goes on: as `generate`
 does with a cache. Beside it the context compacted alone, as `Session` does it. Contexts and tasks are the toy suite's.
@@ -26,12 +26,12 @@ from gatesight_hf.models.loading import REFERENCE, load_named
 from gatesight_hf.reference import ESTIMATOR_PATH
 from gatesight_hf.session import prefill
 
-from . import toy
-from .items import Item
-from .metrics.registry import score
-from .stats import PairedBootstrap
-from .store import commit
-from .tables import table_header, table_row
+from ..metrics.registry import score
+from ..reports.stats import PairedBootstrap
+from ..reports.store import commit
+from ..reports.tables import table_header, table_row
+from ..suites import toy
+from ..suites.items import Item
 
 #: Those that the reference model answers with its full cache, of one question to a prompt.
 TASKS = ("niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_2", "niah_multiquery", "qa", "shared_kv")

@@ -1,6 +1,6 @@
 """Speed of decoding with a full cache, a compacted one, and a frozen one, beside the bytes that each step reads.
 
-    python -m gatesight_eval.bench_decode --output eval/results/decode_cpu
+    python -m gatesight_eval.bench.decode --output eval/results/decode_cpu
 
 The model is the slice of Qwen3.8-27B of `bench_cost`. Caches hold random entries in place of a prefill, which is as
 good for times; every way is first compared with another, and no time is given of outputs that differ.
@@ -25,12 +25,12 @@ from gatesight_hf.cache.tokens import Tokens
 from gatesight_hf.methods import KeyNorm
 from gatesight_hf.models._compat import cache_argument
 
-from .bench_check import Check, DifferentOutputsError, relative_rms, require
-from .bench_machine import clock, hardware
-from .bench_model import SLICE_LAYERS, WHOLE_LAYERS, build_slice, kv_bytes_per_token, random_ids
-from .bench_tables import COLOURS
-from .store import commit
-from .tables import new_axis, save_figure, table_header, table_row
+from ..reports.store import commit
+from ..reports.tables import new_axis, save_figure, table_header, table_row
+from .check import Check, DifferentOutputsError, relative_rms, require
+from .machine import clock, hardware
+from .model import SLICE_LAYERS, WHOLE_LAYERS, build_slice, kv_bytes_per_token, random_ids
+from .tables import COLOURS
 
 SEED = 0
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -291,7 +291,7 @@ def _numbers(text: str) -> list[int]:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="gatesight_eval.bench_decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="gatesight_eval.bench.decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--lengths", type=_numbers, default=[16384], help="tokens, comma-separated")
     parser.add_argument("--rows", type=_numbers, default=[1, 4], help="sessions that decode together, comma-separated")

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from .tables import new_axis, save_figure, table_header, table_row
+from ..reports.tables import new_axis, save_figure, table_header, table_row
 
 #: What the phases are, in the order of bars.
 NAMES = {

@@ -16,10 +16,10 @@ from gatesight_hf.models.loading import REFERENCE
 from gatesight_hf.training.fit import FitOptions
 from gatesight_hf.training.run import collect_from_arguments
 
-from .observation_tables import PLOTTERS, markdown
-from .observations import checkpoint_log_decay, observe
-from .store import commit
-from .tables import require_matplotlib, save_figure
+from ..reports.store import commit
+from ..reports.tables import require_matplotlib, save_figure
+from .observe import checkpoint_log_decay, observe
+from .tables import PLOTTERS, markdown
 
 
 def analyze_from_arguments(args: argparse.Namespace) -> dict[str, Any] | None:

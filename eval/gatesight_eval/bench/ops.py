@@ -18,7 +18,7 @@ from gatesight_hf.scoring import Prefill
 from gatesight_hf.scoring.features import SIGNALS
 from gatesight_hf.session import prefill
 
-from .bench_check import (
+from .check import (
     Check,
     b_a_and_values,
     bound_for,
@@ -32,8 +32,8 @@ from .bench_check import (
     require,
     weights_of,
 )
-from .bench_machine import seconds_of
-from .bench_model import inputs_of, window_signals
+from .machine import seconds_of
+from .model import inputs_of, window_signals
 
 Way = Callable[[], Any]
 

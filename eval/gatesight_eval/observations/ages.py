@@ -1,6 +1,6 @@
 """Ages at lengths that an estimator was not trained at: three ways to scale them, side by side on the reference model.
 
-    python -m gatesight_eval.ages --data runs/estimator-data --out eval/results/ages
+    python -m gatesight_eval.observations.ages --data runs/estimator-data --out eval/results/ages
 
 DATA is what `gatesight train --model reference --continuations 48 --hidden-states` collected, or is collected now;
 longer documents come into folders beside it. Every way is fitted on the same documents with the same options.
@@ -30,9 +30,9 @@ from gatesight_hf.training.fit import FitOptions, InputFunction, evaluate, fit, 
 from gatesight_hf.training.metrics import overlap
 from gatesight_hf.training.run import Collected, collect_from_arguments
 
-from . import toy
-from .store import commit
-from .tables import table_header, table_row
+from ..reports.store import commit
+from ..reports.tables import table_header, table_row
+from ..suites import toy
 
 #: Ages `[stop - start, 3]` of the tokens `start … stop-1` of a context of a length.
 Ages = Callable[[int, int, int], Tensor]
