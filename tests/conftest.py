@@ -257,8 +257,8 @@ def forward(model: Any, ids: Tensor, cache: Any, **arguments: Any) -> Tensor:
 def as_new(ids: Tensor, cache: GateSightCache) -> dict[str, Tensor]:
     """Arguments of a `generate` that say that `ids` are new text."""
     if isinstance(cache, FrozenCache):
-        cache._catch_up()
-    rows = cache._tokens.mask(len(ids), ids)
+        cache.context.catch_up()
+    rows = cache.context.tokens.mask(len(ids), ids)
     return {"attention_mask": torch.cat([rows, torch.ones_like(ids)], 1)}
 
 

@@ -21,7 +21,7 @@ from gatesight_hf import EstimatorConfig, GateSightCache
 from gatesight_hf.entries import GateSightAttentionLayer
 from gatesight_hf.methods import KeyDiff
 from gatesight_hf.models import HybridSpec
-from gatesight_hf.models import hooks as signals
+from gatesight_hf.models import listening as signals
 from gatesight_hf.scoring import recording
 
 CPU = torch.device("cpu")

@@ -119,7 +119,7 @@ def test_bytes_of_ragged_rows_are_those_of_the_longest(dense):
 
 def test_the_memory_of_evicted_entries_and_signals_is_freed(dense):
     cache = prefilled(dense, random_ids(CONTEXT), [20, 20, 3], kept_fraction=0.3)
-    signals = [chunk for chunk in cache._recording.tensors if chunk is not None]
+    signals = [chunk for chunk in cache.context.recording.tensors if chunk is not None]
     tensors = [weakref.ref(tensor) for tensor in [*held(cache), *signals]]
     storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in [*held(cache), *signals]]
     del signals

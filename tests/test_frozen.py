@@ -91,7 +91,7 @@ def decode(model: Any, step: Any, question: Tensor, cache: Any, tokens: int = 10
 
 def tensors(cache: FrozenCache) -> dict[str, Tensor]:
     """Every tensor of the cache's layers by name."""
-    found = {"ids.late": cache._late_ids}
+    found = {"ids.late": cache.context.late_ids}
     for i, layer in enumerate(cache.layers):
         for name, value in vars(layer).items():
             parts = value.items() if isinstance(value, dict) else [("", value)]
@@ -310,9 +310,9 @@ def test_ragged_rows_compiled_with_aot(compilable, compiler):
     assert frozen.get_seq_length() == 43 + 5 + 10
     # What compiled steps have seen is known afterwards.
     said = torch.cat([question, expected[:, :-1].argmax(-1)], 1)
-    assert torch.equal(frozen._late_ids[:, 6:15], said[:, 5:])
-    frozen._catch_up()
-    assert frozen._tokens.ids.shape[1] == frozen._tokens.padding.shape[1] == 58
+    assert torch.equal(frozen.context.late_ids[:, 6:15], said[:, 5:])
+    frozen.context.catch_up()
+    assert frozen.context.tokens.ids.shape[1] == frozen.context.tokens.padding.shape[1] == 58
 
 
 def test_generate_compiles_by_its_own_rule(compilable, compiler):

@@ -192,7 +192,7 @@ def test_what_a_growing_cache_holds(dense):
         forward(dense, random_ids(1, seed=i), cache)
     of_token = 6 * 3 * 4 * 4
     assert cache.report().signal_bytes == 4 * 2 * sum(kept) + 70 * of_token
-    assert max(map(len, cache._recording._signals)) == 3, "64 + 4 + 2 tokens"
+    assert max(map(len, cache.context.recording._signals)) == 3, "64 + 4 + 2 tokens"
     cache.compact()
     assert cache.report().signal_bytes == 4 * 2 * sum(cache.report().kept_per_layer[0])
     fixed = compacted(dense, random_ids(CONTEXT), kept_fraction=0.3)
@@ -493,7 +493,7 @@ def test_a_session_remembers_what_it_kept(reference):
         assert session.ask(QUESTION.format("amber-river"), max_new_tokens=4, keep=True, **options) == plain
         assert session.report().logical_length == before + question.shape[1] + 4
         assert session.cache.batch_size == 1
-    said = tokenizer.decode(session.cache._tokens.ids[0, -4:])
+    said = tokenizer.decode(session.cache.context.tokens.ids[0, -4:])
     assert said == plain, "the last token of an answer is part of it"
 
 

@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from gatesight_hf import CacheStateError, FrozenCache, GateSightCache
 from gatesight_hf.entries import GDNStateLayer
-from gatesight_hf.models import hooks as signals
+from gatesight_hf.models import attach, listening
 
 from .conftest import (
     assert_same,
@@ -82,7 +82,7 @@ def module_calls(act: Callable[[], Any]) -> int:
 
 def seen_by(cache: GateSightCache) -> dict[str, Any]:
     """Everything that can be asked of a cache without changing it."""
-    tokens = cache._tokens
+    tokens = cache.context.tokens
     return {
         "report": replace(cache.report(), seconds={}),
         "repr": repr(cache),
@@ -344,7 +344,7 @@ def test_signals_that_are_not_recorded_undo_the_forward():
     with pytest.raises(CacheStateError, match=r"not recorded.*attach"):
         forward(model, QUESTION[:1], cache)
     assert_unchanged(cache, before)
-    signals.attach(model)
+    attach(model)
     forward(model, QUESTION[:1], cache)
     assert cache.compact().logical_length == 43 + 6
 
@@ -369,7 +369,7 @@ def test_an_interrupted_cache_is_freed(at):
         assert all(reference() is None for reference in stopped_and_gone(model, at))
     finally:
         gc.enable()
-    assert not signals._calls.by_key
+    assert not listening._calls.by_key
 
 
 def test_interrupted_caches_of_two_threads_are_freed():
@@ -377,7 +377,7 @@ def test_interrupted_caches_of_two_threads_are_freed():
 
     def run(i: int) -> None:
         with torch.no_grad():
-            found[i] = [stopped_and_gone(models[i], 33), dict(signals._calls.by_key)]
+            found[i] = [stopped_and_gone(models[i], 33), dict(listening._calls.by_key)]
 
     # One after the other: the hook that interrupts is the process's.
     for i in (0, 1):
@@ -400,7 +400,7 @@ def test_another_model_is_refused_before_anything_is_appended(dense, state, hook
     cache, other = STATES[state](dense), tiny_model()
     before, ids = seen_by(cache), QUESTION[:, :new]
     if hooked:
-        signals.attach(other)
+        attach(other)
     with pytest.raises(CacheStateError, match="another model object" if hooked else "belongs to another object"):
         forward(other, ids, cache)
     assert_unchanged(cache, before)
@@ -524,7 +524,7 @@ class Interrupted(RuleBasedStateMachine):
                  for row in (torch.cat([row, new[i : i + 1]], 1) for i, row in enumerate(talk.rows))]  # fmt: skip
         with interrupt(at, talk.model), torch.no_grad():
             generate(talk.model, rows, talk.cache, attention_mask=mask, eos_token_id=None, pad_token_id=0)
-        seen = talk.cache._tokens.lengths(len(talk.rows))
+        seen = talk.cache.context.tokens.lengths(len(talk.rows))
         talk.rows = [said[:, :count] for said, count in zip(plain, seen, strict=True)]
 
     @precondition(lambda self: any(not talk.cache.is_compacted for talk in self.talks))
@@ -570,8 +570,8 @@ class Interrupted(RuleBasedStateMachine):
     @invariant()
     def lengths_are_those_of_the_tokens(self) -> None:
         for talk in getattr(self, "talks", []):
-            assert talk.cache._tokens.lengths(len(talk.rows)) == [row.shape[1] for row in talk.rows]
-            assert talk.cache.report().logical_length == talk.cache.get_seq_length() == talk.cache._tokens.count
+            assert talk.cache.context.tokens.lengths(len(talk.rows)) == [row.shape[1] for row in talk.rows]
+            assert talk.cache.report().logical_length == talk.cache.get_seq_length() == talk.cache.context.tokens.count
 
     def teardown(self) -> None:
         for which, talk in enumerate(getattr(self, "talks", [])):

@@ -52,11 +52,11 @@ def tensors_of(cache: GateSightCache) -> list[Tensor]:
     layers = [layer.state() for layer in cache.attention_layers]
     states = [[*layer.conv_states.values(), *layer.recurrent_states.values()] for layer in cache.gdn_layers]
     held = [tensor for layer in layers for tensor in layer.values()] + [s for layer in states for s in layer]
-    recording = cache._recording
+    recording = cache.context.recording
     assert recording is not None
     held += [*recording.signals, *recording.hidden, *recording.queries]
     held += [sums for sums in recording._gate_sums if sums is not None]
-    return [tensor for tensor in [*held, cache._tokens.padding, cache._tokens.ids] if tensor is not None]
+    return [tensor for tensor in [*held, cache.context.tokens.padding, cache.context.tokens.ids] if tensor is not None]
 
 
 def hooks(model: Any) -> list[int]:

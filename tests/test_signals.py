@@ -16,8 +16,7 @@ from transformers import DynamicCache
 
 from gatesight_hf import GateSightCache
 from gatesight_hf.entries.view import named_arguments
-from gatesight_hf.models import HybridSpec, adapter_for, attach, find_modules
-from gatesight_hf.models import hooks as signals
+from gatesight_hf.models import HybridSpec, adapter_for, attach, find_modules, listening
 from gatesight_hf.scoring import Needs, Recording
 
 from .conftest import (
@@ -218,7 +217,7 @@ def recording_is_an_error(dense: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a signal was computed")
 
-    monkeypatch.setattr(signals, "gdn_signals", fail)
+    monkeypatch.setattr(listening, "gdn_signals", fail)
     monkeypatch.setattr(GateSightCache, "record_signals", fail)
     monkeypatch.setattr(GateSightCache, "record_attention", fail)
 
@@ -230,7 +229,7 @@ def test_other_caches_cost_nothing(dense):
     generate(dense, ids, DynamicCache(config=dense.config))
     dense(ids, use_cache=False)
     dense.generate(ids, max_new_tokens=2, do_sample=False)
-    assert not signals._calls.by_key
+    assert not listening._calls.by_key
 
 
 def test_decoding_costs_nothing(dense, request):
@@ -241,7 +240,7 @@ def test_decoding_costs_nothing(dense, request):
     generate(dense, random_ids(LENGTH + 4), child, **{"attention_mask": torch.ones(1, 2 * LENGTH + 4)})
     forward(dense, random_ids(3), child)
     assert child.report().signal_bytes == 0
-    assert not signals._calls.by_key
+    assert not listening._calls.by_key
 
 
 def test_a_scorer_that_needs_no_signals_records_none(dense):

@@ -99,8 +99,8 @@ def answers(model: Any, cache: GateSightCache) -> list[Tensor]:
     """Logits of a question's tokens, and of another question after it, on forks."""
     question = QUESTION.expand(cache.batch_size, -1)
     given = {}
-    if cache._tokens.padding is not None:
-        mask = torch.cat([cache._tokens.padding.long(), torch.ones_like(question)], dim=1)
+    if cache.context.tokens.padding is not None:
+        mask = torch.cat([cache.context.tokens.padding.long(), torch.ones_like(question)], dim=1)
         given = padded(mask, question.shape[1])
     child, other = cache.fork(), cache.fork()
     return [forward(model, question, child, **given), forward(model, question[:, :1], child), forward(

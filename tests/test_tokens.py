@@ -192,7 +192,7 @@ def test_a_forward_takes_new_ids(dense, parent):
     """As everywhere in transformers: the caller slices, `generate` does it for them."""
     child = parent.fork()
     forward(dense, QUESTION, child)
-    assert torch.equal(child._tokens.ids[:, -NEW:], QUESTION)
+    assert torch.equal(child.context.tokens.ids[:, -NEW:], QUESTION)
 
 
 # -- the value ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,9 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..entries.held import storage_bytes
+from .context import Context
+
 
 @dataclass(frozen=True)
 class CacheReport:
@@ -39,3 +42,26 @@ class CacheReport:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def report_of(context: Context) -> CacheReport:
+    """Lengths, bytes and seconds as they are now."""
+    plan, recording, layers = context.plan, context.recording, context.attention_layers
+    recorded = [] if recording is None else recording.tensors
+    means = [] if plan is None else plan.gate_means
+    if recording is not None and context.seen:
+        means = recording.gate_means
+    return CacheReport(
+        logical_length=context.seen,
+        physical_lengths=[layer.physical_length for layer in layers],
+        kept_per_layer=[] if plan is None else plan.kept,
+        kept_fraction=context.options.kept_fraction,
+        achieved_fraction=None if plan is None else plan.achieved_fraction,
+        gate_means=means,
+        kv_bytes_before=None if plan is None else plan.kv_bytes_before,
+        kv_bytes=context.kv_bytes(),
+        index_bytes=storage_bytes(tensor for layer in layers for tensor in layer.index_tensors),
+        gdn_bytes=sum(layer.nbytes for layer in context.gdn_layers),
+        signal_bytes=storage_bytes([*recorded, *(layer.kept_scores for layer in layers)]),
+        seconds=dict(context.seconds),
+    )

@@ -61,11 +61,17 @@ class Tokens:
             known = torch.cat([self.ids.to(ids.device).expand(len(ids), -1), ids], dim=1)
         return replace(self, count=self.count + length, ids=known, padding=padding)
 
+    def padding_of(self, rows: int) -> Tensor | None:
+        """`padding` of `rows` rows, a multiple of those held: `[rows, count]`, or None."""
+        padding = self.padding
+        return None if padding is None else padding.repeat_interleave(repeats_of(len(padding), rows), dim=0)
+
     def mask(self, rows: int, like: Tensor) -> Tensor:
         """Of the slots, as `like` is one of later ones: `[rows, count]`, 0 at pads."""
-        if self.padding is None:
+        padding = self.padding_of(rows)
+        if padding is None:
             return torch.ones((rows, self.count), dtype=like.dtype, device=like.device)
-        return self.padding.to(like).repeat_interleave(repeats_of(len(self.padding), rows), dim=0)
+        return padding.to(like)
 
     def new_among(self, ids: Tensor, mask: Tensor) -> int:
         """How many tokens of every row follow those that were seen.

@@ -115,6 +115,11 @@ class GateSightAttentionLayer(HeldTensors, CacheLayerMixin):
         return self.kept_valid is not None and self.kept_valid.ndim == 3
 
     @property
+    def rows(self) -> int:
+        """Rows held; -1 before the first forward."""
+        return -1 if self.tail_keys is None else self.tail_keys.shape[0]
+
+    @property
     def kept_length(self) -> int:
         return 0 if self.kept_keys is None else self.kept_keys.shape[-2]
 

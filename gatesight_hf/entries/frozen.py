@@ -134,6 +134,10 @@ class FrozenAttentionLayer(GateSightAttentionLayer):
         return self.stored_values[:, :, : self.physical_length]
 
     @property
+    def rows(self) -> int:
+        return self.stored_keys.shape[0]
+
+    @property
     def kept_length(self) -> int:
         return self._kept
 

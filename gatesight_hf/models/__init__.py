@@ -6,15 +6,17 @@ layers, to the cache of the call (`SignalSink`). A new family is one class in `f
 """
 
 from .families import FamilyAdapter, adapter_for
-from .hooks import GenerateCall, SignalHooks, SignalSink, attach
+from .hooks import SignalHooks, attach
 from .hybrid import HybridModules, HybridSpec, find_modules
 from .loading import load_config, load_named
+from .sink import GenerateCall, ListeningCache, SignalSink
 
 __all__ = [
     "FamilyAdapter",
     "GenerateCall",
     "HybridModules",
     "HybridSpec",
+    "ListeningCache",
     "SignalHooks",
     "SignalSink",
     "adapter_for",

@@ -87,7 +87,7 @@ class Contest:
 
             layer.tail_keys = torch.cat([entries(1.0), layer.tail_keys], dim=2)
             layer.tail_values = torch.cat([entries(scale), layer.tail_values], dim=2)
-        parent._tokens = Tokens(tokens, random_ids(model, tokens, SEED).expand(rows, -1))
+        parent.context.tokens = Tokens(tokens, random_ids(model, tokens, SEED).expand(rows, -1))
         static = StaticCache(model.config, max_cache_len=tokens + room)
         self._forward(model, seen, static)
         self.dynamic, self.static = parent.fork(), static

@@ -12,7 +12,7 @@ from gatesight_hf.cache import GateSightCache
 from gatesight_hf.compaction import select
 from gatesight_hf.entries import GateSightAttentionLayer
 from gatesight_hf.models import HybridSpec, attach, find_modules
-from gatesight_hf.models import hooks as signals
+from gatesight_hf.models import listening as signals
 from gatesight_hf.models.families import GDNAdapter, adapter_for
 from gatesight_hf.scoring import Prefill
 from gatesight_hf.scoring.features import SIGNALS

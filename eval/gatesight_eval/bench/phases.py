@@ -11,11 +11,12 @@ from typing import Any
 from torch import Tensor, device
 from transformers import DynamicCache
 
-import gatesight_hf.cache.cache
-import gatesight_hf.models.hooks
 from gatesight_hf import Estimator, GateSightCache, Scorer
+from gatesight_hf.cache import compacting
+from gatesight_hf.cache.calls import CallFollower
+from gatesight_hf.cache.context import Context
 from gatesight_hf.entries import GateSightAttentionLayer
-from gatesight_hf.models import HybridSpec, attach
+from gatesight_hf.models import HybridSpec, attach, listening
 from gatesight_hf.scoring import Needs, Prefill
 from gatesight_hf.session import prefill
 
@@ -68,10 +69,10 @@ def recording(on: device, meter: PeakMeter) -> Iterator[dict[str, Stopwatch]]:
     """Time what hooks and cache do within forwards: the signals, and what is taken from attention layers."""
     watches = {name: Stopwatch(on) for name in ("signals", "attention")}
     calls = (
-        ("signals", gatesight_hf.models.hooks, "gdn_signals"),
-        ("signals", GateSightCache, "convolution_context"),
-        ("signals", GateSightCache, "record_signals"),
-        ("attention", GateSightCache, "record_attention"),
+        ("signals", listening, "gdn_signals"),
+        ("signals", CallFollower, "convolution_context"),
+        ("signals", CallFollower, "record_signals"),
+        ("attention", CallFollower, "record_attention"),
     )
     with ExitStack() as stack:
         for name, owner, function in calls:
@@ -126,13 +127,13 @@ def run_pass(
             prefill_seconds = clock(model.device) - begun
         if scorer.needs.signals and not watches["signals"].parts:
             raise RuntimeError(
-                "No signals were timed: the forward does not call gatesight_hf.models.hooks.gdn_signals."
+                "No signals were timed: the forward does not call gatesight_hf.models.listening.gdn_signals."
             )
         before = cache.report()
         entries = _entries(cache) if checked else []
         with (
-            around_calls(GateSightCache, "prefill", partial(meter.part, "scoring")),
-            around_calls(gatesight_hf.cache.cache, "plan_compaction", partial(meter.part, "scoring")),
+            around_calls(Context, "prefill", partial(meter.part, "scoring")),
+            around_calls(compacting, "plan_compaction", partial(meter.part, "scoring")),
             around_calls(GateSightAttentionLayer, "compact", partial(meter.part, "compaction")),
         ):
             after = cache.compact()
