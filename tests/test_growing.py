@@ -161,7 +161,7 @@ def test_growing_layers_fill_whole_blocks_or_keep_all_they_have(dense):
     for new, expected in ((20, [24, 24]), (4, [24, 24]), (60, [40, 40])):  # 4 + 14, 4 + 15, 4 + 30
         forward(dense, random_ids(new, seed=new), cache)
         assert cache.compact().physical_lengths == expected
-    cache.options = replace(cache.options, kept_fraction=1.0)
+    cache.context.options = replace(cache.options, kept_fraction=1.0)
     forward(dense, random_ids(3, seed=3), cache)
     assert cache.compact().physical_lengths == [43, 43], "what was evicted is gone, and the last block is not full"
 

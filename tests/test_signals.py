@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from gatesight_hf import GateSightCache
+from gatesight_hf.cache.calls import CallFollower
 from gatesight_hf.entries.view import named_arguments
 from gatesight_hf.models import HybridSpec, adapter_for, attach, find_modules, listening
 from gatesight_hf.scoring import Needs, Recording
@@ -218,8 +219,8 @@ def recording_is_an_error(dense: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a signal was computed")
 
     monkeypatch.setattr(listening, "gdn_signals", fail)
-    monkeypatch.setattr(GateSightCache, "record_signals", fail)
-    monkeypatch.setattr(GateSightCache, "record_attention", fail)
+    monkeypatch.setattr(CallFollower, "record_signals", fail)
+    monkeypatch.setattr(CallFollower, "record_attention", fail)
 
 
 @pytest.mark.usefixtures("recording_is_an_error")

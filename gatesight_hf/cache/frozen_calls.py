@@ -28,7 +28,7 @@ from ..models._compat import default_mask
 from ..models.multimodal import has_pictures
 from ..models.sink import GenerateCall
 from .calls import CallFollower
-from .context import Context
+from .context import Context, Snapshot
 from .generate import answer_tokens
 from .inputs import check_new, check_one_sequence, whole_padding
 
@@ -140,6 +140,11 @@ class FrozenContext(Context):
         for state in self.state_layers:
             state.commit()
         self.spoiled = False
+
+    def restore(self, snapshot: Snapshot) -> None:
+        spoiled = self.spoiled
+        super().restore(snapshot)
+        self.spoiled = spoiled  # nothing that was written in place comes back
 
     def fork(self, scorer: Any, options: dict[str, Any]) -> "FrozenContext":
         child = super().fork(scorer, options)
