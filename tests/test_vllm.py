@@ -180,7 +180,7 @@ def test_what_stays_and_what_is_answered_are_those_of_transformers(engine, model
     monkeypatch.setattr(worker, "checked_scores", scored)
     session = engine.open(CONTEXT_IDS, **options)
     kept_fraction, protected = options["kept_fraction"], options.get("protected_prefix", 0)
-    block = scheduler(engine).connector._block_size if options.get("whole_blocks", True) else 1
+    block = scheduler(engine).connector.book.block_size if options.get("whole_blocks", True) else 1
     of_cache = {"block_size": block, "protected_prefix": protected}
     own = prefilled(model, estimator, kept_fraction, **of_cache)
     assert session.gate_means == pytest.approx(own.report().gate_means[0], rel=1e-2)
@@ -245,7 +245,7 @@ def test_an_emptied_cache_leaves_the_states_alone(engine):
 def test_blocks_come_back(engine):
     before = free_blocks(engine)
     one, other = engine.open(CONTEXT_IDS, kept_fraction=0.25), engine.open(ids(700, 9), kept_fraction=0.5)
-    block = scheduler(engine).connector._block_size
+    block = scheduler(engine).connector.book.block_size
     for session in (one, other):
         assert session.blocks == 6 + sum(math.ceil(kept / block) for kept in session.kept)
         assert session.blocks_before == 6 + 2 * math.ceil(session.tokens / block)
@@ -269,7 +269,7 @@ def test_a_protected_prefix_counts_into_the_blocks(engine, protected, monkeypatc
     copies: list[tuple[int, int]] = []
     plain = GateSightAttentionManager.take_copies
     monkeypatch.setattr(GateSightAttentionManager, "take_copies", lambda m: copies.extend(found := plain(m)) or found)
-    before, block = free_blocks(engine), scheduler(engine).connector._block_size
+    before, block = free_blocks(engine), scheduler(engine).connector.book.block_size
     options = {"kept_fraction": 0.2, "protected_prefix": protected}
     exact = engine.open(CONTEXT_IDS, **options, whole_blocks=False)
     engine.drop(exact)
@@ -355,18 +355,18 @@ def test_log_probabilities_of_a_prompt_are_refused_where_it_is_not_run(engine):
 
 def test_a_refused_request_does_not_wait_for_blocks_of_idle_sessions(engine):
     connector, once = scheduler(engine).connector, SamplingParams(max_tokens=1)
-    before, refusals = free_blocks(engine), connector._sessions.stats.data.get("refusals", 0)
+    before, refusals = free_blocks(engine), connector.book.sessions.stats.data.get("refusals", 0)
     for i in range(5):
         under_way(engine, f"full-{i}", ids(20, i), once, gatesight="open", session=f"full-{i}")
         reasons(engine)
-    managers = len(connector._managers())
+    managers = len(connector.book.managers())
     assert free_blocks(engine) < managers
     under_way(engine, "refused", CONTEXT_IDS, once, gatesight="ask", session="none")
     under_way(engine, "behind", ids(20, 9), once)
     assert reasons(engine) == {"refused": "error", "behind": "length"}
-    assert connector._sessions.stats.data.get("refusals", 0) <= refusals + 1
+    assert connector.book.sessions.stats.data.get("refusals", 0) <= refusals + 1
     for i in range(5):
-        connector._sessions.drop(f"full-{i}")
+        connector.book.sessions.drop(f"full-{i}")
     assert free_blocks(engine) == before
 
 
@@ -374,7 +374,7 @@ def test_a_refused_request_does_not_wait_for_blocks_of_idle_sessions(engine):
 def test_children_do_not_wait_for_ever_for_blocks_of_their_own_sessions(engine, monkeypatch, names, free, ends):
     """One runs until it lacks a block that the other's session has; or its own session leaves it none."""
     connector, pool = scheduler(engine).connector, scheduler(engine).kv_cache_manager.block_pool
-    before, length = free_blocks(engine), 3 * connector._block_size - 47
+    before, length = free_blocks(engine), 3 * connector.book.block_size - 47
     sampling = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, detokenize=False)
     contexts = {name: ids(length, seed) for seed, name in enumerate(names)}
     for name, context in contexts.items():
@@ -387,8 +387,8 @@ def test_children_do_not_wait_for_ever_for_blocks_of_their_own_sessions(engine, 
         assert reasons(engine, 400) == dict(zip(names, ends, strict=True))
     pool.free_blocks(taken)
     for name in names:
-        connector._sessions.drop(name)
-    assert free_blocks(engine) == before and not connector._sessions._leaving
+        connector.book.sessions.drop(name)
+    assert free_blocks(engine) == before and not connector.book.sessions._leaving
     assert answer(engine.llm.generate([{"prompt_token_ids": ids(20, 1)}], GREEDY, use_tqdm=False)[0])
     assert not any(bool(table.any()) for table in get_kv_transfer_group().evicted.values())
 
@@ -402,7 +402,7 @@ def test_gauges_follow_the_last_child_of_a_dropped_session(engine, monkeypatch):
     under_way(engine, "last", CONTEXT_IDS + QUESTIONS[0], GREEDY, **about)
     for _ in range(3):
         engine.llm.llm_engine.step()
-    connector._sessions.drop(session.session_id)
+    connector.book.sessions.drop(session.session_id)
     assert reasons(engine) == {"last": "length"}
     engine.llm.generate([{"prompt_token_ids": ids(20, 1)}], GREEDY, use_tqdm=False)
     levels = [stats.data for stats in told if stats is not None]
@@ -455,7 +455,7 @@ def test_what_happens_is_counted(engine, monkeypatch):
 
 
 def test_a_new_session_stays_though_all_others_are_in_use(engine, monkeypatch):
-    sessions = scheduler(engine).connector._sessions
+    sessions = scheduler(engine).connector.book.sessions
     monkeypatch.setattr(sessions, "_most", 1)
     old = engine.open(CONTEXT_IDS, "old")
     sessions.get("old").users.add("somebody")
@@ -468,7 +468,7 @@ def test_a_new_session_stays_though_all_others_are_in_use(engine, monkeypatch):
 
 def test_a_session_makes_room_for_newer_ones(engine):
     before = free_blocks(engine)
-    sessions = scheduler(engine).connector._sessions
+    sessions = scheduler(engine).connector.book.sessions
     old, new = engine.open(CONTEXT_IDS, "old"), engine.open(CONTEXT_IDS, "new")
     engine.ask(old, QUESTIONS[:1], GREEDY)
     sessions.make_room(free_blocks(engine) + 1)
@@ -483,7 +483,7 @@ def test_a_session_makes_room_for_newer_ones(engine):
 def test_blocks_come_back_after_any_order_of_events(engine, seed):
     """Parents in several steps beside children and ordinary requests, some of them cancelled half-way."""
     before, choose = free_blocks(engine), random.Random(seed)
-    inner, sessions = engine.llm.llm_engine, scheduler(engine).connector._sessions
+    inner, sessions = engine.llm.llm_engine, scheduler(engine).connector.book.sessions
     names, under_way = [f"s{i}" for i in range(3)], []
     for i in range(60):
         event = choose.choice(["open", "ask", "plain", "step", "step", "step", "cancel", "drop"])

@@ -1,7 +1,5 @@
 """GateSightCache: the life of one context. Prefill, compaction, forks, serving, files."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +7,6 @@ from ..compaction.growing import check_can_grow
 from ..compaction.plan import CompactionOptions
 from ..entries.sparse import SparseAttentionLayer
 from ..entries.states import GDNStateLayer, SlidingAttentionLayer
-from ..entries.view import AttentionView
 from ..errors import CacheStateError
 from ..models.families import adapter_for
 from ..models.hooks import attach
@@ -168,16 +165,6 @@ class GateSightCache(HookedCache):
         if scorer is not None:
             self.context.check_recorded(scorer)
         return Scores(checked_scores(scorer or self.scorer, prefill))
-
-    def watch_attention(self, watcher: Callable[[int, AttentionView], None]) -> AbstractContextManager[None]:
-        """Show `watcher` every attention layer of the forwards with this cache: its ordinal, and the view of it.
-
-        The layer's entries of the forward are in the cache by then. Forks are not watched.
-
-        Raises:
-            TypeError: The watcher cannot be called.
-        """
-        return self.calls.watch_attention(watcher)
 
     # -- forks ---------------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,7 @@
 """The face of a cache that transformers sees: rows, and layers that take tokens only in announced forwards."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +12,7 @@ from gatesight_kernels.checks import check_whole_number
 from ..compaction.plan import CompactionOptions
 from ..entries.attention import GateSightAttentionLayer
 from ..entries.states import GDNStateLayer, SlidingAttentionLayer
+from ..entries.view import AttentionView
 from ..models._compat import IndexedCache
 from ..models.hybrid import HybridSpec
 from ..models.sink import ListeningCache
@@ -124,6 +127,18 @@ class HookedCache(IndexedCache, Cache, ListeningCache):
             "A GateSightCache cannot be cropped: GDN states cannot be rolled back. Fork the cache before the tokens "
             "that may have to go, and drop the fork."
         )
+
+    # -- watching ------------------------------------------------------------------------------------------------------
+
+    def watch_attention(self, watcher: Callable[[int, AttentionView], None]) -> AbstractContextManager[None]:
+        """Show `watcher` every attention layer of the forwards with this cache: its ordinal, and the view of it.
+
+        The layer's entries of the forward are in the cache by then. Forks are not watched.
+
+        Raises:
+            TypeError: The watcher cannot be called.
+        """
+        return self.calls.watch_attention(watcher)
 
     # -- rows: beams, several sequences, several questions at once -----------------------------------------------------
 

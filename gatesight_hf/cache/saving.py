@@ -12,8 +12,9 @@ from ..errors import CacheStateError
 from ..models._compat import cache_argument
 from ..scoring.interface import Scorer
 from .context import Context
+from .header import SavedCache
 from .identity import Identity
-from .storage import AbsentScorer, CacheFile, SavedCache, save_cache
+from .storage import AbsentScorer, CacheFile, save_cache
 from .tokens import Tokens
 
 

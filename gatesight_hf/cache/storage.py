@@ -18,11 +18,9 @@ damage; who can write the file can also write its checksum.
 """
 
 import json
-import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,44 +28,16 @@ import torch
 from torch import Tensor
 
 from ..checks import check_path
-from ..compaction.plan import CompactionOptions, Plan
 from ..entries.attention import GateSightAttentionLayer
-from ..entries.held import Extent
 from ..entries.states import GDNStateLayer
 from ..errors import CacheStateError, SessionFileError, SessionMismatchError
-from ..files.tensor_files import CHECKSUM, TensorFile, TensorInfo, parse_json, write_tensor_file
+from ..files.tensor_files import TensorFile, TensorInfo, write_tensor_file
 from ..models.hybrid import HybridSpec
 from ..scoring.interface import Needs, Prefill
+from .header import FORMAT, FORMAT_VERSION, SavedCache, parse_header, short
 from .identity import Identity
 
-FORMAT, FORMAT_VERSION = "gatesight-cache", 2
 Layer = GateSightAttentionLayer | GDNStateLayer
-#: Beyond every length and number of rows.
-MOST = 2**31
-PHASES = ("prefill", "score", "compact")
-
-
-@dataclass(frozen=True)
-class SavedCache:
-    """What a file says of a cache besides its layers.
-
-    Attributes:
-        identity: What it belongs to.
-        options: How it was compacted.
-        extent: Sizes.
-        plan: The compaction that was carried out.
-        seconds: Wall time by phase.
-        ids: `[B, context + tail]`, int64, or None.
-        padding: `[B, context + tail]`, bool, False at pads, or None.
-    """
-
-    identity: Identity
-    options: CompactionOptions
-    extent: Extent
-    plan: Plan
-    seconds: dict[str, float]
-    ids: Tensor | None
-    padding: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -134,7 +104,7 @@ class CacheFile:
         with _errors_of(path):
             self._file = TensorFile(path)
             try:
-                self.saved, self._kinds = _parse(self._file.metadata)
+                self.saved, self._kinds = parse_header(self._file.metadata)
             except BaseException:
                 self._file.close()
                 raise
@@ -153,7 +123,7 @@ class CacheFile:
             # One of an older format cannot be loaded, and is not missed: what is kept was chosen before.
             without = "without one, as answers need none, or " if name == "scorer" else ""
             raise SessionMismatchError(
-                f"{self._path}: saved with another {name}: {_short(own)} in the file, {_short(text)} given. Load it "
+                f"{self._path}: saved with another {name}: {short(own)} in the file, {short(text)} given. Load it "
                 f"{without}with what it was saved with, or prefill the document again."
             )
 
@@ -172,7 +142,7 @@ class CacheFile:
         extent = self.saved.extent
         with _errors_of(self._path):
             if self._kinds != [layer.kind for layer in layers]:
-                raise ValueError(f"layers of kinds {_short(self._kinds)} do not fit the model's")
+                raise ValueError(f"layers of kinds {short(self._kinds)} do not fit the model's")
             of_layers = self._by_layer(self._file.infos)
             expected = self._expected_of_all(layers)
             for i, layer in enumerate(layers):
@@ -278,74 +248,3 @@ def _errors_of(path: str | Path) -> Iterator[None]:
         yield
     except (ValueError, TypeError) as error:
         raise SessionFileError(f"{path}: {error}") from error
-
-
-# -- the header's JSON -------------------------------------------------------------------------------------------------
-
-
-def _parse(metadata: dict[str, str]) -> tuple[SavedCache, list[Any]]:
-    """What the metadata say, and the kinds of the layers.
-
-    Raises:
-        ValueError, TypeError: Not what the format says.
-    """
-    if metadata.get("format") != FORMAT:
-        raise ValueError("a safetensors file, but not one of a saved cache or session")
-    if metadata.get("format_version") != str(FORMAT_VERSION):
-        raise ValueError(
-            f"format version {_short(metadata.get('format_version'))}; this gatesight_hf reads {FORMAT_VERSION}: "
-            "upgrade gatesight_hf, or save the session anew"
-        )
-    _keys("the metadata", metadata, {"format", "format_version", CHECKSUM, "cache"})
-    data = parse_json(metadata["cache"].encode("utf-8", "surrogatepass"))
-    _keys("cache", data, {"model", "tokenizer", "scorer", "options", "layers", "extent", "plan", "seconds"})
-    _keys("model", data["model"], {"model_type", "layout", "dtype", "configuration", "weights"})
-    _keys("options", data["options"], {f.name for f in fields(CompactionOptions)})
-    _keys("extent", data["extent"], {f.name for f in fields(Extent)})
-    _keys("plan", data["plan"], {"achieved_fraction", "kv_bytes_before"})
-    _keys("seconds", data["seconds"], set(PHASES))
-    texts = [*data["model"].values(), data["scorer"], "" if data["tokenizer"] is None else data["tokenizer"]]
-    if not all(isinstance(text, str) for text in texts) or not isinstance(data["layers"], list):
-        raise ValueError("model, tokenizer and scorer must be texts, and layers a list")
-    extent, plan, seconds = Extent(**data["extent"]), data["plan"], data["seconds"]
-    least = {"rows": 1, "context": 1, "tail": 0}
-    if not all(type(n) is int and least[name] <= n < MOST for name, n in asdict(extent).items()):
-        raise ValueError(f"implausible sizes {_short(data['extent'])}")
-    if not all(_is_number(value, math.inf) for value in seconds.values()):
-        raise ValueError(f"seconds must be numbers >= 0, got {_short(seconds)}")
-    if (
-        not _is_number(plan["achieved_fraction"], 1)
-        or type(plan["kv_bytes_before"]) is not int
-        or plan["kv_bytes_before"] < 0
-    ):
-        raise ValueError(f"implausible plan {_short(plan)}")
-    options = CompactionOptions(**data["options"])
-    if options.grows:
-        raise ValueError("a growing cache, which no file holds")
-    saved = SavedCache(
-        identity=Identity(data["model"], data["tokenizer"], data["scorer"]),
-        options=options,
-        extent=extent,
-        plan=Plan(layers=[], context=extent.context, kept=[], gate_means=[], **plan),
-        seconds=seconds,
-        ids=None,
-        padding=None,
-    )
-    return saved, data["layers"]
-
-
-def _keys(what: str, data: Any, names: set[str]) -> None:
-    if not isinstance(data, dict) or set(data) != names:
-        found = set(data) if isinstance(data, dict) else set()
-        raise ValueError(
-            f"{what}: missing keys {sorted(names - found)}, unknown keys {_short(sorted(found - names)[:4])}"
-        )
-
-
-def _is_number(value: Any, most: float) -> bool:
-    return type(value) in (int, float) and 0 <= value <= min(most, sys.float_info.max)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else text[:200] + "…"

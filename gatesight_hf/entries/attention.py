@@ -14,9 +14,10 @@ from transformers.cache_utils import CacheLayerMixin
 from gatesight_kernels import compact_rows
 
 from ..files.tensor_files import TensorInfo
-from .held import Extent, HeldTensors, refuse_offload
+from .held import Extent, HeldTensors
 from .masks import entry_mask, mask_for_implementation
-from .quantised import dequantise, quantise, scales_shape
+from .quantised import dequantise, quantise
+from .saved import expected_entries
 
 
 class GateSightAttentionLayer(HeldTensors, CacheLayerMixin):
@@ -76,28 +77,18 @@ class GateSightAttentionLayer(HeldTensors, CacheLayerMixin):
         assert self.tail_keys is not None and self.tail_values is not None
         self.tail_keys = torch.cat([self.tail_keys, key_states], dim=-2)
         self.tail_values = torch.cat([self.tail_values, value_states], dim=-2)
-        keys = self._joined(self.kept_keys, self.key_scales, self.tail_keys)
-        return keys, self._joined(self.kept_values, self.value_scales, self.tail_values)
-
-    @staticmethod
-    def _joined(kept: Tensor | None, scales: Tensor | None, tail: Tensor) -> Tensor:
-        if kept is None or scales is None:
-            return tail if kept is None else torch.cat([kept, tail], dim=-2)
-        count = kept.shape[-2]
-        joined = tail.new_empty((*kept.shape[:2], count + tail.shape[-2], kept.shape[-1]))
-        dequantise(kept, scales, out=joined[:, :, :count])
-        joined[:, :, count:] = tail
-        return joined
+        keys = _joined(self.kept_keys, self.key_scales, self.tail_keys)
+        return keys, _joined(self.kept_values, self.value_scales, self.tail_values)
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
         """All held keys `[B, H, N + t, D]`."""
-        return None if self.tail_keys is None else self._joined(self.kept_keys, self.key_scales, self.tail_keys)
+        return None if self.tail_keys is None else _joined(self.kept_keys, self.key_scales, self.tail_keys)
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
         """All held values `[B, H, N + t, D]`."""
-        return None if self.tail_values is None else self._joined(self.kept_values, self.value_scales, self.tail_values)
+        return None if self.tail_values is None else _joined(self.kept_values, self.value_scales, self.tail_values)
 
     @property
     def index_tensors(self) -> list[Tensor]:
@@ -151,11 +142,6 @@ class GateSightAttentionLayer(HeldTensors, CacheLayerMixin):
     def reset(self) -> None:
         self._clear()
 
-    def offload(self) -> None:
-        refuse_offload()
-
-    prefetch = offload
-
     # -- compaction ----------------------------------------------------------------------------------------------------
 
     def compact(self, indices: Tensor, valid: Tensor, context: int) -> None:
@@ -164,8 +150,8 @@ class GateSightAttentionLayer(HeldTensors, CacheLayerMixin):
         `valid` is `[B, N]`, or `[B, H, N]`. Later entries stay. The layer changes only after all its new tensors exist.
         """
         assert self.tail_keys is not None and self.tail_values is not None
-        keys = self._joined(self.kept_keys, self.key_scales, self.tail_keys)
-        values = self._joined(self.kept_values, self.value_scales, self.tail_values)
+        keys = _joined(self.kept_keys, self.key_scales, self.tail_keys)
+        values = _joined(self.kept_values, self.value_scales, self.tail_values)
         slots = indices
         if self.kept_keys is not None:
             places = indices.new_zeros((*indices.shape[:2], self.get_seq_length() + 1))
@@ -240,21 +226,7 @@ class GateSightAttentionLayer(HeldTensors, CacheLayerMixin):
                 whether and for what `kept_valid` is there, is taken from it.
         """
         assert self.tail_keys is not None and self.tail_values is not None
-        heads, shape = self.tail_keys.shape[1], found["kept_positions"].shape if "kept_positions" in found else ()
-        kept = min(shape[2], extent.context) if len(shape) == 3 else 0
-        slots = (extent.rows, heads, kept)
-        expected = {"kept_positions": TensorInfo(torch.int32, slots)}
-        for part, entries, dim in (("key", self.tail_keys, -2), ("value", self.tail_values, -1)):
-            shape, dtype = (*slots, entries.shape[-1]), entries.dtype
-            expected[f"tail_{part}s"] = TensorInfo(dtype, (extent.rows, heads, extent.tail, entries.shape[-1]))
-            if f"{part}_scales" in found:
-                dtype = torch.int8
-                expected[f"{part}_scales"] = TensorInfo(torch.float32, scales_shape(shape, dim))
-            expected[f"kept_{part}s"] = TensorInfo(dtype, shape)
-        if "kept_valid" in found:
-            ragged = len(found["kept_valid"].shape) == 3
-            expected["kept_valid"] = TensorInfo(torch.bool, slots if ragged else (extent.rows, kept))
-        return expected
+        return expected_entries({"key": self.tail_keys, "value": self.tail_values}, extent, found)
 
     def load_state(self, tensors: Mapping[str, Tensor], extent: Extent) -> None:
         """Become the layer whose `state` the tensors are, which are what `expected_state` said."""
@@ -294,6 +266,17 @@ class GateSightAttentionLayer(HeldTensors, CacheLayerMixin):
             return None
         mask = entry_mask(self.kept_length, self.kept_valid, tail, late, query_length, group, device)
         return mask_for_implementation(mask, implementation, dtype)
+
+
+def _joined(kept: Tensor | None, scales: Tensor | None, tail: Tensor) -> Tensor:
+    """Kept entries, dequantised if they have scales, and the tail behind them."""
+    if kept is None or scales is None:
+        return tail if kept is None else torch.cat([kept, tail], dim=-2)
+    count = kept.shape[-2]
+    joined = tail.new_empty((*kept.shape[:2], count + tail.shape[-2], kept.shape[-1]))
+    dequantise(kept, scales, out=joined[:, :, :count])
+    joined[:, :, count:] = tail
+    return joined
 
 
 class LatentAttentionLayer(GateSightAttentionLayer):

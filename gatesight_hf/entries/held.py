@@ -46,6 +46,11 @@ class HeldTensors:
     #: Tensors with the batch dimension first.
     batched: ClassVar[tuple[str, ...]]
 
+    def offload(self) -> None:
+        refuse_offload()
+
+    prefetch = offload
+
     def _map(self, function: Any) -> None:
         for name, tensor in self.state().items():
             setattr(self, name, function(tensor))

@@ -12,7 +12,8 @@ from vllm.config import KVTransferConfig
 from gatesight_kernels.checks import check_whole_number
 
 from . import register
-from .connector import MAX_SESSIONS, GateSightConnector
+from .book import MAX_SESSIONS
+from .connector import GateSightConnector
 from .messages import ASK, DROP, GATESIGHT, NO_PROMPT, OPEN, REPORT, OpenOptions
 from .worker import GateSightWorker
 
