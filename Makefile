@@ -68,10 +68,10 @@ vllm: $(VLLM)/.stamp  ## an environment with vLLM on a CPU, in $(VLLM)
 test-vllm: $(VLLM)/.stamp  ## the tests of the vLLM plugin
 	@for family in qwen3_5 qwen3_5_moe qwen3_next reference; do \
 		echo "vLLM tests with $$family" && \
-		OMP_NUM_THREADS=1 GATESIGHT_TEST_FAMILY=$$family $(VLLM)/bin/python -m pytest tests/test_vllm.py || exit 1; \
+		OMP_NUM_THREADS=1 GATESIGHT_TEST_FAMILY=$$family $(VLLM)/bin/python -m pytest tests/vllm/test_vllm.py || exit 1; \
 	done
-	@$(VLLM)/bin/python -m pytest tests/test_vllm_server.py
-	@$(VLLM)/bin/python -m pytest tests/test_notebooks.py -k vllm
+	@$(VLLM)/bin/python -m pytest tests/vllm/test_vllm_server.py
+	@$(VLLM)/bin/python -m pytest tests/project/test_notebooks.py -k vllm
 
 docs: $(VENV)/.stamp-test  ## the reference site into site/
 	@$(VENV)/bin/python .ci/pages.py site
