@@ -22,6 +22,7 @@ from transformers import DynamicCache, StaticCache
 
 from gatesight_hf import FrozenCache, GateSightCache
 from gatesight_hf.cache.tokens import Tokens
+from gatesight_hf.commands.quiet import quiet
 from gatesight_hf.methods import KeyNorm
 from gatesight_hf.models._compat import cache_argument
 
@@ -315,6 +316,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+@quiet()
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     if args.threads:
