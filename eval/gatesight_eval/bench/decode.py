@@ -2,7 +2,7 @@
 
     python -m gatesight_eval.bench.decode --output eval/results/decode_cpu
 
-The model is the slice of Qwen3.8-27B of `bench_cost`. Caches hold random entries in place of a prefill, which is as
+The model is the slice of Qwen3.8-27B of `cost`. Caches hold random entries in place of a prefill, which is as
 good for times; every way is first compared with another, and no time is given of outputs that differ.
 """
 
