@@ -48,6 +48,7 @@ help:  ## list the targets
 
 demo: $(VENV)/.stamp-demo  ## run the demonstration on the bundled model
 	@$(VENV)/bin/gatesight demo
+	@echo 'The command is in $(VENV)/bin: source $(VENV)/bin/activate'
 
 test: lint  ## lint, then run the tests, on all cores
 	@$(VENV)/bin/pytest -n auto

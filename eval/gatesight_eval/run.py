@@ -37,7 +37,7 @@ def evaluate(
     twice = [name for name, count in Counter(item.id for item in items).items() if count > 1]
     if twice:
         raise ValueError(f"Items of one id: {', '.join(twice[:3])}. Is a task, a seed or a data set given twice?")
-    for number, item in enumerate(tqdm(items, desc="contexts", unit="context")):
+    for number, item in enumerate(tqdm(items, desc="contexts", unit="context", disable=None)):
         if item.id in folder.done:
             continue
         context = prompter.context_ids(item)

@@ -242,8 +242,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if more and not hasattr(args, "takes_more"):
         command.error(f"unrecognized arguments: -- {' '.join(more)}")
     args.more = more
+    from ..models.loading import REFERENCE
+    from .quiet import quiet
+
+    on_cpu = getattr(args, "model", REFERENCE) == REFERENCE
+    data_sets = bool(getattr(args, "dataset", None)) or getattr(args, "suite", "toy") != "toy"
     try:
-        args.run(args)
+        with quiet(on_cpu, data_sets):
+            args.run(args)
     except KeyboardInterrupt:
         print("gatesight: stopped; a long command goes on where it was when it is given again.", file=sys.stderr)
         return 130

@@ -1,6 +1,7 @@
 """The main job on the bundled model: prefill once, keep a tenth of the cache, ask many questions."""
 
 import random
+import textwrap
 import time
 from typing import Any
 
@@ -13,6 +14,15 @@ from ..session import Session
 #: The longest context at which the reference model passes its gate (see its card).
 LONGEST_GATED_LENGTH = 2048
 NEEDLE_TOKENS = len(documents.needle("key", "1234"))
+METHODS = ("full", "gatesight", "random")
+#: Columns of what is printed.
+WIDTH = 100
+NEXT = (
+    "Next: an estimator for your own model, which then reads your own documents.",
+    "  gatesight train --model MODEL --documents texts/ --out my-estimator",
+    '  gatesight ask --model MODEL --estimator my-estimator --document doc.txt --question "…"',
+    "In Python: README.md and examples/1_quick_start.ipynb.",
+)
 
 
 def run_demo(
@@ -41,7 +51,7 @@ def run_demo(
         "random": Session.open(model, tokenizer, RandomScorer(seed), document.text, kept_fraction=kept_fraction),
     }
     rows: list[dict[str, str]] = []
-    for question in tqdm(document.questions, desc="questions", unit="question"):
+    for question in tqdm(document.questions, desc="questions", unit="question", leave=False, disable=None):
         row = {"question": question.text, "expected": question.expected}
         for name, session in sessions.items():
             row[name] = session.ask(question.text, max_new_tokens=len(question.answer) + 1)
@@ -68,26 +78,38 @@ def run_demo(
 
 
 def format_demo(result: dict[str, Any]) -> str:
-    """The result as a table for people."""
+    """The result for people: a table and what to do next, in lines of at most `WIDTH` columns."""
+    questions, accuracy, seconds = result["questions"], result["accuracy"], result["seconds"]
+    head = f"Document of {result['tokens']} tokens with {len(questions)} numbers hidden in it, for example: … "
+    asked = "the special magic number for …"
     lines = [
-        f"Document of {result['tokens']} tokens, for example: … {result['excerpt']} …",
+        *textwrap.wrap(f"{head}{result['excerpt']} …", WIDTH),
+        f"Asked, one by one: {questions[0]['question']}",
         "",
-        f"{'question':66} {'expected':9} {'full':9} {'GateSight':9} {'random':9}",
+        _row(asked, "expected", "  full cache", "  GateSight", "  random eviction"),
     ]
-    for row in result["questions"]:
-        marks = [
-            f"{row[name]:7} {'+' if row[name] == row['expected'] else '-'}" for name in ("full", "gatesight", "random")
-        ]
-        lines.append(f"{row['question']:66} {row['expected']:9} {marks[0]} {marks[1]} {marks[2]}")
-    accuracy, seconds = result["accuracy"], result["seconds"]
-    scores = " ".join(f"{accuracy[name]:<9.0%}" for name in ("full", "gatesight", "random"))
+    for row in questions:
+        key = row["question"].partition(" for ")[2].partition(" ?")[0]
+        marks = (f"{'+' if row[name] == row['expected'] else '-'} {_cut(row[name])}" for name in METHODS)
+        lines.append(_row(key, row["expected"], *marks))
     lines += [
-        f"{'answered correctly':66} {'':9} {scores}",
+        _row("answered correctly", "", *(f"  {accuracy[name]:.0%}" for name in METHODS)),
         "",
         f"KV cache     {result['kv_bytes_before']:,} -> {result['kv_bytes_after']:,} bytes "
-        f"(kept {result['achieved_fraction']:.3f}; entries per head in each layer: {result['kept_per_layer']})",
+        f"(kept {result['achieved_fraction']:.3f})",
+        f"             entries per head in each layer: {', '.join(map(str, result['kept_per_layer']))}",
         f"GDN states   {result['gdn_bytes']:,} bytes, whatever the length",
         f"Prefill      {seconds['prefill']:.3f} s; scoring {seconds['score']:.4f} s and compaction "
         f"{seconds['compact']:.4f} s, {seconds['share_of_prefill']:.1%} of prefill",
+        "",
+        *NEXT,
     ]
     return "\n".join(lines)
+
+
+def _row(asked: str, expected: str, *answers: str) -> str:
+    return f"{asked:32} {expected:9} {' '.join(f'{answer:18}' for answer in answers)}".rstrip()
+
+
+def _cut(answer: str, width: int = 16) -> str:
+    return answer if len(answer) <= width else f"{answer[: width - 2]} …"

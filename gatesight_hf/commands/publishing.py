@@ -117,10 +117,10 @@ def push_folder(
         folder, also: See `prepare`.
         repo_id: `owner/name`; the repo is made if need be.
         dry_run: Only check and list; needs no network.
-        private, revision, commit_message, token: See `hub.push`.
+        private, revision, commit_message, token: See `files.hub.push`.
 
     Raises:
-        OSError, ValueError: See `prepare` and `hub.push`.
+        OSError, ValueError: See `prepare` and `files.hub.push`.
     """
     check_repo_id(repo_id)
     uploads = prepare(folder, also)

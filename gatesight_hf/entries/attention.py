@@ -31,7 +31,8 @@ class GateSightAttentionLayer(HeldTensors, CacheLayerMixin):
         kept_positions (`Tensor | None`): `[B, H, N]`, int32: the slot of the context each kept entry came from.
         kept_valid (`Tensor | None`): `[B, N]`, or `[B, H, N]` where heads keep different numbers, bool; None if every
             kept entry counts.
-        kept_scores (`Tensor | None`): `[B, H, N]`, float32, of the kept entries of a growing cache (`growing`).
+        kept_scores (`Tensor | None`): `[B, H, N]`, float32, of the kept entries of a growing cache
+            (`compaction.growing`).
         tail_keys, tail_values (`Tensor`): `[B, H, t, D]`, entries since then.
     """
 

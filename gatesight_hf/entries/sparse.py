@@ -2,9 +2,9 @@
 
 The indexer gives every token one index key, averages the keys of blocks of consecutive tokens that a query sees, and
 lets the query attend to the blocks of the highest scores within its token budget, and to the last tokens that fill no
-block yet. One index serves all KV heads of a layer. These therefore keep the same entries (`compaction.py`), and the
-kept tokens are regrouped into new blocks in position order: what the model's own indexer would do with a full cache
-and a mask on the evicted entries.
+block yet. One index serves all KV heads of a layer. These therefore keep the same entries (`compaction/plan.py`), and
+the kept tokens are regrouped into new blocks in position order: what the model's own indexer would do with a full
+cache and a mask on the evicted entries.
 """
 
 from itertools import groupby

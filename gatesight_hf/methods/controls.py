@@ -42,7 +42,7 @@ class RandomScorer:
 class OracleScorer:
     """True utility of every entry for given continuations, such as questions with their answers: an upper bound.
 
-    The training target (`utility`) for what will really come, which no query-agnostic method knows.
+    The training target (`scoring.utility`) for what will really come, which no query-agnostic method knows.
 
     Args:
         model: The model that the cache belongs to.

@@ -6,7 +6,7 @@
   `without_restarting_chunks` with them.
 - 5.19 and 5.20 keep the positions of an indexed model's tokens on the cache, later ones on its first indexed layer.
 - Up to 5.22 an indexer gives an additive mask where it is given one, later ones always booleans.
-- All of them prefill in `GenerationMixin._prefill`, the one private method that the library relies on (`signals.py`).
+- All of them prefill in `GenerationMixin._prefill`, the one private method that the library relies on (`hooks.py`).
 """
 
 import copy

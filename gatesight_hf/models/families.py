@@ -33,7 +33,7 @@ class FamilyAdapter(ABC):
     has_output_gate: ClassVar[bool] = True
     #: What `config.layer_types` calls an attention layer.
     attention_type: ClassVar[str] = "full_attention"
-    #: Whether attention layers have an `indexer`, see `sparse.py`.
+    #: Whether attention layers have an `indexer`, see `entries/sparse.py`.
     indexed: ClassVar[bool] = False
     #: Whether layers of type `sliding_attention` may stand between the others.
     allows_sliding: ClassVar[bool] = False

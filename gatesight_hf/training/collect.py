@@ -195,7 +195,7 @@ def collect(
     """
     folder.mkdir(parents=True, exist_ok=True)
     shards, (index, processes) = [], share
-    for k, ids in enumerate(tqdm(documents, desc=label, unit="document", total=total, disable=index > 0)):
+    for k, ids in enumerate(tqdm(documents, desc=label, unit="document", total=total, disable=index > 0 or None)):
         shard = folder / f"document_{k:05}.safetensors"
         shards.append(shard)
         if k % processes != index:

@@ -100,7 +100,7 @@ class Moments:
 def gather_moments(inputs_of: InputFunction, paths: Sequence[Path]) -> list[Moments]:
     """One pass over the training shards; one entry per attention layer."""
     moments: list[Moments] = []
-    for shard in tqdm(read_shards(paths), total=len(paths), desc="statistics", unit="document"):
+    for shard in tqdm(read_shards(paths), total=len(paths), desc="statistics", unit="document", disable=None):
         for j, utilities in enumerate(shard.utilities):
             inputs = inputs_of(shard, j).double()
             targets = log_target(utilities).double().T
@@ -143,7 +143,7 @@ def fit_mlps(
         optimiser, options.learning_rate, total_steps=options.epochs * len(paths), pct_start=0.05
     )
     rng = random.Random(options.seed)
-    for _ in tqdm(range(options.epochs), desc=label, unit="epoch"):
+    for _ in tqdm(range(options.epochs), desc=label, unit="epoch", disable=None):
         for shard in read_shards(rng.sample(list(paths), len(paths))):
             token = torch.randperm(shard.length, generator=generator)[:TOKENS_PER_STEP]
             loss = torch.zeros(())
@@ -179,7 +179,7 @@ def _mlps(layer: dict[str, Tensor], standard: Tensor) -> Tensor:
 def best_single_signals(config: EstimatorConfig, paths: Sequence[Path]) -> list[list[tuple[int, int]]]:
     """For each layer and head, the signal and sign with the highest mean overlap@10 on the training documents."""
     sums: list[Any] = [0.0] * len(config.gdn_windows)
-    for shard in tqdm(read_shards(paths), total=len(paths), desc="single signals", unit="document"):
+    for shard in tqdm(read_shards(paths), total=len(paths), desc="single signals", unit="document", disable=None):
         for j in range(len(config.gdn_windows)):
             columns = signal_inputs(config)(shard, j)[:, : -len(AGES)].T
             signed = torch.stack([columns, -columns])
@@ -196,7 +196,7 @@ def evaluate(paths: Sequence[Path], methods: dict[str, ScoreFunction]) -> dict[s
     """Mean of each metric over documents, layers and heads, for each method."""
     sums = {name: dict.fromkeys(METRICS, 0.0) for name in methods}
     count = 0
-    for shard in tqdm(read_shards(paths), total=len(paths), desc="evaluation", unit="document"):
+    for shard in tqdm(read_shards(paths), total=len(paths), desc="evaluation", unit="document", disable=None):
         for j, utilities in enumerate(shard.utilities):
             count += 1
             for name, score in methods.items():

@@ -1,9 +1,11 @@
 """What README and the other pages say can be done is done here: snippets run, commands parse, files exist."""
 
 import argparse
+import ast
 import inspect
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,10 @@ PAGES = sorted(
     path
     for pattern in (
         "*.md",
+        "eval/README.md",
         "eval/*/README.md",
-        "gatesight_hf/vllm/README.md",
+        "gatesight_hf/README.md",
+        "gatesight_hf/*/README.md",
         "hub_cards/README.md",
         "kernels/README.md",
     )
@@ -33,50 +37,87 @@ PAGES = sorted(
 page = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 
 
-def table(title: str) -> list[list[str]]:
-    """Rows of the README's table that has `title` in the head of its first column, without the head."""
-    rows = README.split(f"| {title} |", 1)[1].split("\n\n")[0].splitlines()[2:]
+def of_room(name: str) -> str:
+    return (ROOT / "gatesight_hf" / name / "README.md").read_text(encoding="utf-8")
+
+
+def table(text: str, title: str) -> list[list[str]]:
+    """Rows of a page's table that has `title` in the head of its first column, without the head."""
+    rows = text.split(f"| {title} |", 1)[1].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip().strip("`") for cell in row.strip("|").split("|")] for row in rows]
 
 
 # -- Python ------------------------------------------------------------------------------------------------------------
 
 
-def test_snippets_run_one_after_the_other(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # one saves a file
+def run_blocks(text: str) -> dict[str, Any]:
+    """What a page's blocks of Python leave, run one after the other as a reader does."""
     names: dict[str, Any] = {}
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 5
-    for block in blocks:
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(block, names)
+    return names
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+    monkeypatch.chdir(tmp_path)  # some save files
+    return lambda: capsys.readouterr().out
+
+
+def test_the_three_snippets_run_one_after_the_other(printed: Callable[[], str]) -> None:
+    assert README.count("```python") == 3
+    names = run_blocks(README)
     assert names["tokenizer"].decode(names["output"][0, -4:]) == "4 8 2 1"
-    printed = capsys.readouterr().out.splitlines()
-    questions = [f"{q.text} {q.expected}" for q in names["document"].questions]
-    assert printed[: len(questions)] == questions
-    assert [line.split()[0] for line in printed[len(questions) :]] == ["snapkv", "keydiff"]
+    assert printed().splitlines() == [f"{q.text} {q.expected}" for q in names["document"].questions]
     assert names["report"].achieved_fraction == pytest.approx(0.1, abs=0.01)
+
+
+def test_snippets_on_caches_run(printed: Callable[[], str]) -> None:
+    names = run_blocks(of_room("cache"))
+    expected = [question.expected for question in names["document"].questions]
+    assert names["answers"] == expected  # of a batch
+    assert names["tokenizer"].decode(names["output"][0, -4:]) == expected[-1]  # of the frozen cache
     grown = names["growing"].report()
-    assert grown.logical_length > 2500 > sum(grown.physical_lengths)  # what was added is compacted too
+    assert grown.logical_length > 768 > sum(grown.physical_lengths)  # what was added is compacted too
+    texts = [question.text for question in names["document"].questions]
+    before, after = ([names[name].ask(text, max_new_tokens=4) for text in texts] for name in ("session", "loaded"))
+    assert before == after == expected
+
+
+def test_snippets_on_methods_run(printed: Callable[[], str]) -> None:
+    names = run_blocks(of_room("methods"))
+    assert [line.split()[0] for line in printed().splitlines()] == ["snapkv", "keydiff"]
+    assert 0 < sum(map(sum, names["kept"])) <= 0.11 * 512 * names["child"].spec.num_attention_layers
+
+
+def test_all_blocks_of_python_are_run_or_need_vllm() -> None:
+    run = {ROOT / "README.md", *(ROOT / "gatesight_hf" / room / "README.md" for room in ("cache", "methods"))}
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        assert path in run or "```python" not in text, path
+        for block in re.findall(r"```py\n(.*?)```", text, re.DOTALL):
+            ast.parse(block)
+            assert path.parent.name == "vllm"
 
 
 def test_options_are_those_of_the_cache_with_their_defaults() -> None:
     options = list(inspect.signature(GateSightCache).parameters.values())[2:]
-    assert [row[:2] for row in table("option")] == [[option.name, str(option.default)] for option in options]
+    assert [row[:2] for row in table(of_room("cache"), "option")] == [
+        [option.name, str(option.default)] for option in options
+    ]
 
 
 def test_methods_are_those_of_the_evaluator() -> None:
     from gatesight_eval.backends.methods import ScorerFactory
 
-    rows = {name: scorer for name, scorer, *_ in table("`--method`")}
+    rows = {name: scorer for name, scorer, *_ in table(of_room("methods"), "`--method`")}
     assert set(rows) == set(ScorerFactory(None, None, {}).names)
     assert set(rows.values()) <= set(methods.__all__)
 
 
 def test_every_family_has_its_row() -> None:
     known = {name for adapter in ADAPTERS for name in adapter.model_types + adapter.multimodal_types}
-    assert {name.strip(" `") for row in table("family") for name in row[1].split(",")} == known
+    assert {name.strip(" `") for row in table(README, "family") for name in row[1].split(",")} == known
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------
@@ -139,14 +180,14 @@ def test_commands_parse(words: list[str]) -> None:
 
 
 def test_every_verb_has_its_line() -> None:
-    assert {words[0] for words in gatesight_commands(README)} == set(verbs())
+    assert {words[0] for words in gatesight_commands(of_room("commands"))} == set(verbs())
     for path in PAGES:
         assert set(re.findall(r"`gatesight (\w+)", path.read_text(encoding="utf-8"))) <= set(verbs())
 
 
 def test_what_has_no_json_is_said() -> None:
     without = {name for name, verb in verbs().items() if "--json" not in verb._option_string_actions}
-    (said,) = re.findall(r"all but (\w+) and (\w+) have --json", README)
+    (said,) = re.findall(r"all but (\w+) and (\w+) have --json", of_room("commands"))
     assert set(said) == without
 
 
@@ -165,18 +206,28 @@ def test_targets_extras_and_paths_exist(page: Path) -> None:
         assert (page.parent / link).exists(), link
 
 
-def test_the_tree_is_that_of_the_repository() -> None:
-    tree = re.search(r"```\n(gatesight_hf/.*?)```", README, re.DOTALL)
-    assert tree is not None
-    for line in tree[1].splitlines():
-        folder = ROOT / "gatesight_hf" if line.startswith("  ") else ROOT
-        for name in re.findall(r"[\w/]+(?:\.py|/)", line.split("   ")[0]):
-            assert (folder / name).exists(), name
-    inside = [
-        path for path in (ROOT / "gatesight_hf").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
-    ]
-    assert all(path.name in tree[1] for path in inside if path.name != "__init__.py")
-    assert len(README.splitlines()) <= 250
+def test_every_room_has_its_row() -> None:
+    for folder in (ROOT / "gatesight_hf", ROOT / "eval" / "gatesight_eval"):
+        prefix = "" if folder.parent == ROOT else f"{folder.name}/"
+        page = (folder if not prefix else folder.parent) / "README.md"
+        rows = table(page.read_text(encoding="utf-8"), "room")
+        names = [name for row in rows for name in re.findall(r"[\w/.]+", row[0])]
+        named = [name.removeprefix(prefix).rstrip("/") for name in names]
+        rooms = {
+            path.name
+            for path in folder.iterdir()
+            if (path.suffix == ".py" and path.name != "__init__.py") or (path / "__init__.py").exists()
+        }
+        assert sorted(named) == sorted(rooms)
+
+
+def test_files_of_the_house_exist() -> None:
+    for name in re.findall(r"`([\w/]+\.py)`", of_room("")):
+        assert (ROOT / "gatesight_hf" / name).exists(), name
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 200
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------

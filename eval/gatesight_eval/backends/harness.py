@@ -152,7 +152,7 @@ class GateSightLM(HFLM):
         answers = [""] * len(jobs)
         before = self.truncated
         with tqdm(
-            total=len(jobs), desc="Running generate_until requests", disable=disable_tqdm or self.rank != 0
+            total=len(jobs), desc="Running generate_until requests", disable=disable_tqdm or self.rank != 0 or None
         ) as progress:
             # The longest first, as in HFLM: what is too long, or does not fit into memory, fails at once.
             for members in sorted(groups.values(), key=lambda numbers: len(jobs[numbers[0]].context), reverse=True):

@@ -123,7 +123,7 @@ def b_a_and_values(adapter: GDNAdapter, layer: Any, outputs: dict[str, Tensor]) 
 
 @dataclass
 class Captured:
-    """Of a prefill: outputs of a layer's projections over all tokens, and the first call of `signals.gdn_signals`."""
+    """Of a prefill: outputs of a layer's projections over all tokens, and the first call of `hooks.gdn_signals`."""
 
     projections: dict[tuple[str, int, str], list[Tensor]]
     first_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None

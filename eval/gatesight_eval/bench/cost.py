@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from gatesight_hf.commands.quiet import quiet
 from gatesight_hf.compaction.budget import check_kept_fraction, total_budget
 from gatesight_hf.models import HybridSpec
 
@@ -167,7 +168,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         result["ceilings"] = ceilings(device, dtype, args.tiny)
         bench = Bench(model, scorers, args.kept_fraction, args.repeats, result["ceilings"])
         lengths = []
-        with tqdm(total=bench.passes() * len(args.lengths), desc="cost", unit="prefill") as progress:
+        with tqdm(total=bench.passes() * len(args.lengths), desc="cost", unit="prefill", disable=None) as progress:
             for tokens in args.lengths:
                 found, of_length = bench.measure(tokens, progress.update)
                 lengths.append(found)
@@ -267,6 +268,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+@quiet()
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     if args.threads:

@@ -2,7 +2,7 @@
 
     python -m gatesight_eval.bench.decode --output eval/results/decode_cpu
 
-The model is the slice of Qwen3.8-27B of `bench_cost`. Caches hold random entries in place of a prefill, which is as
+The model is the slice of Qwen3.8-27B of `cost`. Caches hold random entries in place of a prefill, which is as
 good for times; every way is first compared with another, and no time is given of outputs that differ.
 """
 
@@ -22,6 +22,7 @@ from transformers import DynamicCache, StaticCache
 
 from gatesight_hf import FrozenCache, GateSightCache
 from gatesight_hf.cache.tokens import Tokens
+from gatesight_hf.commands.quiet import quiet
 from gatesight_hf.methods import KeyNorm
 from gatesight_hf.models._compat import cache_argument
 
@@ -315,6 +316,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+@quiet()
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     if args.threads:

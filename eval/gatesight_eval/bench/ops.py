@@ -110,7 +110,7 @@ class Case:
     Attributes:
         layer: GDN module.
         projected: Its b, a and values `[B, T, …]` of the first forward.
-        call: Arguments that the hooks gave `signals.gdn_signals` then.
+        call: Arguments that the hooks gave `hooks.gdn_signals` then.
         scorer: The estimator.
         recorded: What the cache holds of the whole context.
         entries: Cache layer, not compacted.

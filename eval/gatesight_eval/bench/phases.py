@@ -175,7 +175,7 @@ class Bench:
         scorers: By method.
         kept_fraction: Of all compactions.
         repeats: Timed passes, of which the median counts; KVzip runs once.
-        ceilings: Of the machine, see `bench_machine.ceilings`.
+        ceilings: Of the machine, see `machine.ceilings`.
     """
 
     model: Any

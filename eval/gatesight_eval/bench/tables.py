@@ -1,4 +1,4 @@
-"""The tables and the plot of `bench_cost`."""
+"""The tables and the plot of `cost`."""
 
 from pathlib import Path
 from typing import Any

@@ -22,6 +22,7 @@ from tqdm import tqdm
 import gatesight_hf
 from gatesight_hf import Estimator, EstimatorConfig
 from gatesight_hf.commands.cli import parser
+from gatesight_hf.commands.quiet import quiet
 from gatesight_hf.models.loading import REFERENCE, load_named
 from gatesight_hf.reference import ESTIMATOR_PATH
 from gatesight_hf.scoring.features import AGES, age_features, assemble
@@ -138,7 +139,8 @@ def standardised(estimator: Estimator, ages: Ages, length: int) -> dict[str, lis
 def retrieval(model: Any, tokenizer: Any, length: int, count: int) -> dict[str, float]:
     """Share of questions that the model answers with its full cache, by task, on `count` contexts each."""
     right: dict[str, list[bool]] = {task: [] for task in RETRIEVAL}
-    for item in tqdm(list(toy.suite(RETRIEVAL, length, count, [0])), desc=f"retrieval at {length}", unit="context"):
+    items = list(toy.suite(RETRIEVAL, length, count, [0]))
+    for item in tqdm(items, desc=f"retrieval at {length}", unit="context", disable=None):
         for question in item.questions:
             ids = tokenizer(f"{item.context} {question.text}", return_tensors="pt").input_ids
             output = model.generate(
@@ -291,6 +293,7 @@ def _provenance(found: Mapping[str, Any]) -> str:
     )
 
 
+@quiet(on_cpu=True)
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write OUT.json and OUT.md."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -100,7 +100,7 @@ def cells(paths: Sequence[Path], config: EstimatorConfig) -> list[dict[str, Any]
         strongest correlation, mean utility of each tenth of entries by signal (lowest first) over the mean of all.
     """
     sums: list[_Cells] = []
-    for shard in tqdm(read_shards(paths), total=len(paths), desc="cells", unit="document"):
+    for shard in tqdm(read_shards(paths), total=len(paths), desc="cells", unit="document", disable=None):
         for j, utilities in enumerate(shard.utilities):
             signals = torch.stack([written_and_forgotten(shard.signals[i]) for i in config.gdn_windows[j]], dim=1)
             kinds, layers, heads, length = signals.shape

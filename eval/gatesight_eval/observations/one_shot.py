@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 import gatesight_hf
 from gatesight_hf import Estimator, GateSightCache
+from gatesight_hf.commands.quiet import quiet
 from gatesight_hf.models.loading import REFERENCE, load_named
 from gatesight_hf.reference import ESTIMATOR_PATH
 from gatesight_hf.session import prefill
@@ -90,7 +91,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     items: list[Item] = list(toy.suite(TASKS, args.length, args.contexts, args.seeds))
     found: dict[tuple[str, float], dict[str, list[float]]] = {}
     lengths = []
-    for item in tqdm(items, desc="prompts", unit="prompt"):
+    for item in tqdm(items, desc="prompts", unit="prompt", disable=None):
         question = item.questions[0]
         context = tokenizer(item.context, return_tensors="pt").input_ids
         asked = tokenizer(question.text, return_tensors="pt", add_special_tokens=False).input_ids
@@ -145,6 +146,7 @@ def as_markdown(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"Commit {result['commit']}; {versions}.", ""])
 
 
+@quiet(on_cpu=True)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
