@@ -26,8 +26,8 @@ class GateSightCache(HookedCache):
     Until compaction it behaves as `DynamicCache` and records GDN signals. `generate` compacts it once, when the prompt
     is prefilled; after direct forwards call `compact()`. Keys keep the rotary angle of their first position, and later
     tokens go on from the logical length. With sparse attention, all KV heads of a layer keep the same entries, those
-    with the best score of any head, and the layer's index shrinks with them (`sparse.py`). A forward that fails leaves
-    the cache as it was before.
+    with the best score of any head, and the layer's index shrinks with them (`entries.sparse`). A forward that fails
+    leaves the cache as it was before.
 
     Args:
         scorer: Rates KV entries, for example an `Estimator`.
@@ -41,12 +41,12 @@ class GateSightCache(HookedCache):
         block_size: Round each layer's entries up to whole blocks, as paged engines do.
         gate_exponent: Power of the mean output gate in `gate` shares.
         growing: Whether tokens after a compaction are recorded, so that `compact()` can be called again; see
-            the module `growing` for what it keeps. It holds signals of new tokens, and 4 bytes per kept entry and head.
+            `compaction.growing` for what it keeps. It holds signals of new tokens, and 4 bytes per kept entry and head.
         recompact_every: Compact a growing cache again at the end of a forward after which this many
             tokens or more have come since the last compaction; a question is evicted like any text, so let it be more
             than a question with its answer. A number implies `growing`. The first compaction is not by itself: it is
             that of `generate`, or a call of `compact()`.
-        entries_dtype: `int8` holds kept entries as 8-bit integers, see `quantised.py`; later tokens stay
+        entries_dtype: `int8` holds kept entries as 8-bit integers, see `entries.quantised`; later tokens stay
             in the model's dtype, and so do a layer's entries if NaN or infinity is among them. Every forward turns them
             back, one layer after another, each for as long as it runs. None: the model's dtype.
         protected_suffix: Last tokens of each row at a compaction that always stay and are not counted, such as those of

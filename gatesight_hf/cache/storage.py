@@ -1,16 +1,17 @@
 """Compacted caches as files: one safetensors file with all layers' tensors, and what they belong to in its metadata.
 
-Format 2. Metadata: `format` and `format_version`; `sha256` of everything else (`tensor_files`); `cache`, a JSON object:
+Format 2. Metadata (`header`): `format` and `format_version`; `sha256` of everything else (`files.tensor_files`); and
+`cache`, a JSON object:
 
 - `model`, `tokenizer`, `scorer`: what the cache was made with (`identity`); the tokenizer may be null.
 - `options`: of `CompactionOptions`, none of a cache that grows. `layers`: each layer's `kind`, by absolute index.
-- `extent`: `rows`, `context` and `tail` (`layers.Extent`). The logical length is context + tail.
+- `extent`: `rows`, `context` and `tail` (`entries.Extent`). The logical length is context + tail.
 - `plan`: `achieved_fraction`, `kv_bytes_before`; `seconds`: as in the report.
 
 Tensors: `ids` int64 and `padding` bool `[B, context + tail]`, where known; `kept` int64 and, where known, `gate_means`
 float64 `[B, L]`; and `layers.{index}.{name}` for each tensor of a layer's `state`.
 
-A further kind of layer brings its own tensors by `kind`, `state`, `expected_state` and `load_state` (`layers.py`).
+A further kind of layer brings its own tensors by `kind`, `state`, `expected_state` and `load_state` (`entries`).
 
 A file is untrusted: nothing is allocated before every declared size was compared with the file's, and with those of a
 cache that has seen one token of the model. A file's content takes its own size in memory, once. The checksum tells of

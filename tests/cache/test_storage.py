@@ -22,6 +22,7 @@ from gatesight_hf.reference import ESTIMATOR_PATH, documents, load_model, load_t
 
 from ..helpers.models import KeyNorm, random_estimator, tiny_model
 from ..helpers.oracle import Oracle, assert_same, evicted_of
+from ..helpers.paths import DATA
 from ..helpers.running import cache_kwargs, compacted, forward, generate, left_padded, padded, random_ids
 from ..helpers.saved_files import lines_of
 
@@ -294,6 +295,18 @@ def test_a_loaded_session_keeps_a_turn_and_is_saved_again(session, reference, do
     again = Session.load(path, *reference)
     assert again.report().logical_length == live.report().logical_length > session.report().logical_length
     assert again.ask(second, max_new_tokens=8) == live.ask(second, max_new_tokens=8)
+
+
+def test_a_file_of_an_earlier_release_is_read(reference):
+    """Format 2, written on the commit before the library was divided into rooms: these were its answers there."""
+    document = documents.needles(random.Random(5), 220, 3, asked=3)
+    loaded = Session.load(DATA / "session_format_2.gatesight", *reference)
+    opened = Session.open(*reference, ESTIMATOR_PATH, document.text, kept_fraction=0.2)
+    answers = [loaded.ask(q.text, max_new_tokens=len(q.answer) + 1) for q in document.questions]
+    assert answers == ["5 8 0 7", "5 7 3 6", "3 0 2 1"]
+    assert loaded.report().kept_per_layer == opened.report().kept_per_layer
+    for layer, of_opened in zip(loaded.cache.attention_layers, opened.cache.attention_layers, strict=True):
+        assert torch.equal(layer.kept_positions, of_opened.kept_positions)
 
 
 def test_another_tokenizer_is_refused(session, reference, path):
