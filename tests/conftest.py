@@ -12,9 +12,14 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+from gatesight_hf import GateSightCache
+from gatesight_hf.reference import load_model, load_tokenizer
+
 from .helpers.hub_server import hub  # noqa: F401 - fixture
 from .helpers.kernel_fixtures import backend, device, poisoned  # noqa: F401 - fixtures
 from .helpers.models import FAMILIES, tiny_model
+from .helpers.oracle import Oracle, evicted_of
+from .helpers.running import CONTEXT, LENGTH, compacted
 
 torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
@@ -53,6 +58,25 @@ def attention(request: pytest.FixtureRequest, dense: Any) -> Iterator[str]:
     dense.set_attn_implementation(request.param)
     yield request.param
     dense.set_attn_implementation("sdpa")
+
+
+@pytest.fixture
+def parent(dense: Any) -> GateSightCache:
+    """A cache that holds 0.3 of `CONTEXT`, to ask and to fork."""
+    return compacted(dense, CONTEXT, kept_fraction=0.3)
+
+
+@pytest.fixture
+def oracle(plain: Any, parent: GateSightCache) -> Iterator[Oracle]:
+    """What `parent` must answer."""
+    with Oracle(plain, evicted_of(parent, 0, LENGTH)) as oracle:
+        yield oracle
+
+
+@pytest.fixture(scope="session")
+def bundled() -> tuple[Any, Any]:
+    """The reference model and its tokenizer, for tests that do not change them."""
+    return load_model(), load_tokenizer()
 
 
 @pytest.fixture(autouse=True)

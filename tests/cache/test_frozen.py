@@ -11,12 +11,13 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
-from gatesight_hf import CacheStateError, FrozenCache, GateSightCache, Session
+from gatesight_hf import CacheStateError, FrozenCache, Session
 from gatesight_hf.scoring import Recorder
 
 from ..helpers.models import FAMILIES, FAMILY_OPTIONS, tiny_model
-from ..helpers.oracle import Oracle, assert_same, evicted_of
+from ..helpers.oracle import assert_same
 from ..helpers.running import (
+    CONTEXT,
     cache_kwargs,
     compacted,
     forward,
@@ -28,7 +29,6 @@ from ..helpers.running import (
     steps,
 )
 
-CONTEXT = random_ids(43)
 QUESTIONS = [random_ids(length, seed=20 + length) for length in (6, 1, 9)]
 ROOM = 32
 FROZEN_FAMILIES = [name for name in FAMILIES if name not in ("lara_mini", "qwen4_exp")]
@@ -49,17 +49,6 @@ def small(family: str = "qwen3_5", *types: str) -> Any:
 @pytest.fixture(scope="module")
 def compilable() -> Any:
     return small("qwen3_5", "linear_attention", "full_attention", "full_attention")
-
-
-@pytest.fixture
-def parent(dense: Any) -> GateSightCache:
-    return compacted(dense, CONTEXT, kept_fraction=0.3)
-
-
-@pytest.fixture
-def oracle(plain: Any, parent: GateSightCache) -> Iterator[Oracle]:
-    with Oracle(plain, evicted_of(parent, 0, CONTEXT.shape[1])) as oracle:
-        yield oracle
 
 
 @pytest.fixture

@@ -22,11 +22,15 @@ from transformers import (
 )
 
 from gatesight_hf import CacheStateError, GateSightCache
-from gatesight_hf.reference import ESTIMATOR_PATH, load_model, load_tokenizer
+from gatesight_hf.reference import ESTIMATOR_PATH
 
 from ..helpers.models import random_estimator, tiny_model
 from ..helpers.oracle import Oracle, assert_same, evicted_of
 from ..helpers.running import (
+    CONTEXT,
+    FULL,
+    LENGTH,
+    QUESTION,
     cache_kwargs,
     compacted,
     forward,
@@ -39,10 +43,6 @@ from ..helpers.running import (
 )
 
 pytestmark = pytest.mark.core
-
-LENGTH = 43
-CONTEXT, QUESTION = random_ids(LENGTH), random_ids(6, seed=9)
-FULL = torch.cat([CONTEXT, QUESTION], 1)
 
 
 def even_tokens(batch: int, ids: Tensor) -> list[int]:
@@ -73,11 +73,6 @@ def sample(run: Any, *args: Any, mode: str, **arguments: Any) -> Tensor:
             options["generation_config"] = config = copy.copy(config)
             config.prefill_chunk_size = None
     return run(*args, **{"tokens": 6, **options, **arguments})
-
-
-@pytest.fixture
-def parent(dense: Any) -> GateSightCache:
-    return compacted(dense, CONTEXT, kept_fraction=0.3)
 
 
 # -- modes -------------------------------------------------------------------------------------------------------------
@@ -198,8 +193,8 @@ def test_rows_that_stop_apart_equal_rows_alone(dense: Any, parent: GateSightCach
     assert (found[0, 2:] == 0).all()
 
 
-def test_streamers_get_every_token_as_it_comes(capsys: pytest.CaptureFixture[str]) -> None:
-    model, tokenizer = load_model(), load_tokenizer()
+def test_streamers_get_every_token_as_it_comes(bundled: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model, tokenizer = bundled
     inputs = tokenizer("the sky is blue . " * 8 + "one of the special", return_tensors="pt")
     cache = GateSightCache.from_pretrained(ESTIMATOR_PATH, model=model, kept_fraction=0.5)
     model(**inputs, **cache_kwargs(model, cache))

@@ -13,13 +13,10 @@ from transformers import DynamicCache, GenerationConfig, Qwen3Config, Qwen3ForCa
 from gatesight_hf import CacheStateError, EstimatorMismatchError, GateSightCache, UnsupportedModelError
 
 from ..helpers.models import random_estimator, tiny_model
-from ..helpers.running import compacted, forward, generate, prefilled, random_ids
+from ..helpers.running import CONTEXT, FULL, LENGTH, QUESTION, compacted, forward, generate, prefilled, random_ids
 
 pytestmark = pytest.mark.core
 
-LENGTH = 43
-CONTEXT, QUESTION = random_ids(LENGTH), random_ids(6, seed=9)
-FULL = torch.cat([CONTEXT, QUESTION], 1)
 HIDING = torch.tensor([[0] + [1] * 48])
 PADDED_RIGHT = torch.tensor([[1] * 40 + [0] * 3, [1] * 43])
 
@@ -38,11 +35,6 @@ def new(dense: Any) -> GateSightCache:
 @pytest.fixture
 def recording(dense: Any) -> GateSightCache:
     return prefilled(dense, CONTEXT, kept_fraction=0.3)
-
-
-@pytest.fixture
-def parent(dense: Any) -> GateSightCache:
-    return compacted(dense, CONTEXT, kept_fraction=0.3)
 
 
 def assert_usable(model: Any, cache: GateSightCache, expected: Tensor) -> None:

@@ -15,11 +15,10 @@ from gatesight_hf import GateSightCache
 from ..helpers.contents import digest, tensors_of
 from ..helpers.models import random_estimator
 from ..helpers.oracle import Oracle, assert_same, evicted_of
-from ..helpers.running import compacted, forward, generate, left_padded, prefilled, random_ids, steps
+from ..helpers.running import CONTEXT, compacted, forward, generate, left_padded, prefilled, random_ids, steps
 
 pytestmark = pytest.mark.core
 
-CONTEXT = random_ids(43)
 QUESTIONS = [random_ids(length, seed=20 + length) for length in (6, 1, 9)]
 PAD, EOS = 0, 1
 
@@ -30,17 +29,6 @@ def full(question: Tensor, context: Tensor = CONTEXT) -> Tensor:
 
 def ones(*ids: Tensor) -> Tensor:
     return torch.ones(len(ids[-1]), sum(part.shape[1] for part in ids), dtype=torch.long)
-
-
-@pytest.fixture
-def parent(dense: Any) -> GateSightCache:
-    return compacted(dense, CONTEXT, kept_fraction=0.3)
-
-
-@pytest.fixture
-def oracle(plain: Any, parent: GateSightCache) -> Iterator[Oracle]:
-    with Oracle(plain, evicted_of(parent, 0, CONTEXT.shape[1])) as oracle:
-        yield oracle
 
 
 @contextmanager

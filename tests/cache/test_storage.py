@@ -18,18 +18,26 @@ from gatesight_hf.cache.identity import weights_digest
 from gatesight_hf.entries import Extent, GateSightAttentionLayer
 from gatesight_hf.files import TensorInfo
 from gatesight_hf.models.families import Qwen35Adapter
-from gatesight_hf.reference import ESTIMATOR_PATH, documents, load_model, load_tokenizer
+from gatesight_hf.reference import ESTIMATOR_PATH, documents, load_tokenizer
 
 from ..helpers.models import KeyNorm, random_estimator, tiny_model
 from ..helpers.oracle import Oracle, assert_same, evicted_of
 from ..helpers.paths import DATA
-from ..helpers.running import cache_kwargs, compacted, forward, generate, left_padded, padded, random_ids
+from ..helpers.running import (
+    CONTEXT,
+    LENGTH,
+    QUESTION,
+    cache_kwargs,
+    compacted,
+    forward,
+    generate,
+    left_padded,
+    padded,
+    random_ids,
+)
 from ..helpers.saved_files import lines_of
 
 pytestmark = pytest.mark.core
-
-LENGTH = 43
-CONTEXT, QUESTION = random_ids(LENGTH), random_ids(6, seed=9)
 
 
 @pytest.fixture
@@ -263,18 +271,13 @@ print(json.dumps([session.ask(question, max_new_tokens=8) for question in questi
 
 
 @pytest.fixture(scope="module")
-def reference() -> tuple[Any, Any]:
-    return load_model(), load_tokenizer()
-
-
-@pytest.fixture(scope="module")
 def document() -> Any:
     return documents.needles(random.Random(3), 512, count=6, asked=6)
 
 
 @pytest.fixture(scope="module")
-def session(reference: tuple[Any, Any], document: Any) -> Session:
-    return Session.open(*reference, ESTIMATOR_PATH, document.text, kept_fraction=0.2)
+def session(bundled: tuple[Any, Any], document: Any) -> Session:
+    return Session.open(*bundled, ESTIMATOR_PATH, document.text, kept_fraction=0.2)
 
 
 def test_another_process_gives_the_same_answers(session, document, path):
@@ -285,23 +288,23 @@ def test_another_process_gives_the_same_answers(session, document, path):
     assert [answer.split()[:4] for answer in found] == [q.expected.split() for q in document.questions]
 
 
-def test_a_loaded_session_keeps_a_turn_and_is_saved_again(session, reference, document, path):
+def test_a_loaded_session_keeps_a_turn_and_is_saved_again(session, bundled, document, path):
     first, second = (question.text for question in document.questions[:2])
     session.save(path)
-    live, loaded = Session(*reference, session.cache.fork()), Session.load(path, *reference)
+    live, loaded = Session(*bundled, session.cache.fork()), Session.load(path, *bundled)
     for one in (live, loaded):
         one.ask(first, max_new_tokens=8, keep=True)
     loaded.save(path)
-    again = Session.load(path, *reference)
+    again = Session.load(path, *bundled)
     assert again.report().logical_length == live.report().logical_length > session.report().logical_length
     assert again.ask(second, max_new_tokens=8) == live.ask(second, max_new_tokens=8)
 
 
-def test_a_file_of_an_earlier_release_is_read(reference):
+def test_a_file_of_an_earlier_release_is_read(bundled):
     """Format 2, written on the commit before the library was divided into rooms: these were its answers there."""
     document = documents.needles(random.Random(5), 220, 3, asked=3)
-    loaded = Session.load(DATA / "session_format_2.gatesight", *reference)
-    opened = Session.open(*reference, ESTIMATOR_PATH, document.text, kept_fraction=0.2)
+    loaded = Session.load(DATA / "session_format_2.gatesight", *bundled)
+    opened = Session.open(*bundled, ESTIMATOR_PATH, document.text, kept_fraction=0.2)
     answers = [loaded.ask(q.text, max_new_tokens=len(q.answer) + 1) for q in document.questions]
     assert answers == ["5 8 0 7", "5 7 3 6", "3 0 2 1"]
     assert loaded.report().kept_per_layer == opened.report().kept_per_layer
@@ -309,9 +312,9 @@ def test_a_file_of_an_earlier_release_is_read(reference):
         assert torch.equal(layer.kept_positions, of_opened.kept_positions)
 
 
-def test_another_tokenizer_is_refused(session, reference, path):
+def test_another_tokenizer_is_refused(session, bundled, path):
     session.save(path)
-    model, tokenizer = reference
+    model, tokenizer = bundled
     other = load_tokenizer()
     other.add_tokens(["gatesight"])
     with pytest.raises(SessionMismatchError, match=r"another tokenizer: '\w{16}' in the file, '\w{16}' given"):
@@ -322,16 +325,16 @@ def test_another_tokenizer_is_refused(session, reference, path):
         Session.load(path, model, tokenizer)
 
 
-def test_another_estimator_is_refused_where_one_is_named(session, reference, path):
+def test_another_estimator_is_refused_where_one_is_named(session, bundled, path):
     session.save(path)
-    other = random_estimator(reference[0])
+    other = random_estimator(bundled[0])
     with pytest.raises(SessionMismatchError, match=r"another scorer: 'Estimator.*without one, as answers need none"):
-        Session.load(path, *reference, other)
-    assert Session.load(path, *reference).report() == session.report()
-    session = Session.load(path, *reference, ESTIMATOR_PATH)
+        Session.load(path, *bundled, other)
+    assert Session.load(path, *bundled).report() == session.report()
+    session = Session.load(path, *bundled, ESTIMATOR_PATH)
     session.save(path)
     with pytest.raises(SessionMismatchError, match="another scorer"):
-        Session.load(path, *reference, other)
+        Session.load(path, *bundled, other)
 
 
 # -- which model -------------------------------------------------------------------------------------------------------

@@ -10,18 +10,18 @@ import torch
 from gatesight_hf import GateSightCache, Session
 from gatesight_hf.commands.cli import main
 from gatesight_hf.methods import RandomScorer
-from gatesight_hf.reference import ESTIMATOR_PATH, MODEL_PATH, documents, load_model, load_tokenizer
+from gatesight_hf.reference import ESTIMATOR_PATH, MODEL_PATH, documents, load_model
 from gatesight_hf.reference.words import SPECIAL_TOKENS, vocabulary
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return load_model()
+@pytest.fixture
+def model(bundled: tuple[Any, Any]) -> Any:
+    return bundled[0]
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return load_tokenizer()
+@pytest.fixture
+def tokenizer(bundled: tuple[Any, Any]) -> Any:
+    return bundled[1]
 
 
 @pytest.mark.parametrize("task", list(documents.TASKS))

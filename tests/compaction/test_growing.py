@@ -27,7 +27,7 @@ from gatesight_hf.methods import (
 )
 from gatesight_hf.methods.hidden import HiddenStateConfig
 from gatesight_hf.models import HybridSpec
-from gatesight_hf.reference import ESTIMATOR_PATH, load_model, load_tokenizer
+from gatesight_hf.reference import ESTIMATOR_PATH
 from gatesight_hf.scoring import Needs, Recorder, Recording, Scores
 
 from ..helpers.contents import digest
@@ -458,17 +458,12 @@ def test_an_uncompacted_cache_can_be_forked_into_one_that_grows(dense, plain):
 # -- sessions ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def reference() -> tuple[Any, Any]:
-    return load_model(), load_tokenizer()
-
-
 FACT = "One of the special magic numbers for {} is: {}. The sky is blue. "
 QUESTION = "Question: what is the special magic number for {}? Answer:"
 
 
-def test_a_session_remembers_what_it_kept(reference):
-    model, tokenizer = reference
+def test_a_session_remembers_what_it_kept(bundled):
+    model, tokenizer = bundled
     session = Session.open(model, tokenizer, ESTIMATOR_PATH, FACT.format("amber-river", 4821) * 3, kept_fraction=0.5,
                            recompact_every=20)  # fmt: skip
     seen = session.report().logical_length
@@ -488,8 +483,8 @@ def test_a_session_remembers_what_it_kept(reference):
     assert said == plain, "the last token of an answer is part of it"
 
 
-def test_a_session_that_fails_is_as_before(reference, monkeypatch):
-    model, tokenizer = reference
+def test_a_session_that_fails_is_as_before(bundled, monkeypatch):
+    model, tokenizer = bundled
     session = Session.open(model, tokenizer, RandomScorer(), FACT.format("amber-river", 4821), recompact_every=8)
     before = digest(session.cache)
     with pytest.raises(ValueError, match="text has no tokens"):

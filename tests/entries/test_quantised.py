@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from gatesight_hf import CacheStateError, GateSightCache, Session
 from gatesight_hf.entries import GateSightAttentionLayer, LatentAttentionLayer
 from gatesight_hf.errors import SessionFileError
-from gatesight_hf.reference import ESTIMATOR_PATH, load_model, load_tokenizer
+from gatesight_hf.reference import ESTIMATOR_PATH
 
 from ..helpers.contents import read
 from ..helpers.models import tiny_model
@@ -302,8 +302,8 @@ def test_forks_choose_how_entries_are_held(dense):
             child.fork(**INT8)
 
 
-def test_a_session_takes_the_option():
-    model, tokenizer = load_model(), load_tokenizer()
+def test_a_session_takes_the_option(bundled):
+    model, tokenizer = bundled
     text = "One of the special magic numbers for amber-river is: 4821. The sky is blue. " * 3
     session = Session.open(model, tokenizer, ESTIMATOR_PATH, text, kept_fraction=0.5, **INT8)
     assert all(layer.kept_keys.dtype == torch.int8 for layer in session.cache.attention_layers)

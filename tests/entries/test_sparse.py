@@ -35,18 +35,6 @@ PLE = {"ple_layer_ids": [2], "ple_embed_dim": 16, "heads_per_ngram": 2, "ngram_v
        "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 1, "eos_token_id": 1}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def sparse() -> Any:
-    """A model whose queries attend to 2 blocks of 4 and what fills none yet."""
-    return tiny_model("qwen4_exp", indexer_budget=BUDGET)
-
-
-@pytest.fixture(scope="module")
-def plain_sparse() -> Any:
-    """The same without hooks, in eager attention."""
-    return eager(indexer_budget=BUDGET)
-
-
 @pytest.fixture(params=["sdpa", "eager"])
 def attention(request: pytest.FixtureRequest, sparse: Any) -> Iterator[str]:
     sparse.set_attn_implementation(request.param)

@@ -12,24 +12,12 @@ from gatesight_hf import CacheStateError, GateSightCache
 from gatesight_hf.entries import SparseAttentionLayer
 from gatesight_hf.models import attach
 
-from ..helpers.models import random_estimator, tiny_model
+from ..helpers.models import random_estimator
 from ..helpers.oracle import Oracle, assert_same, evicted_of
 from ..helpers.running import compacted, forward, generate, left_padded, prefilled, random_ids
-from ..helpers.sparse_oracle import BUDGET, CONTEXT, RATIO, ROTARY, WIDTH, eager, explicit, row_of
+from ..helpers.sparse_oracle import CONTEXT, RATIO, ROTARY, WIDTH, explicit, row_of
 
 pytestmark = pytest.mark.core
-
-
-@pytest.fixture(scope="module")
-def sparse() -> Any:
-    """A model whose queries attend to 2 blocks of 4 and what fills none yet."""
-    return tiny_model("qwen4_exp", indexer_budget=BUDGET)
-
-
-@pytest.fixture(scope="module")
-def plain_sparse() -> Any:
-    """The same without hooks, in eager attention."""
-    return eager(indexer_budget=BUDGET)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

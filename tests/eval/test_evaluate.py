@@ -234,8 +234,8 @@ def test_only_the_oracle_knows_the_questions(backend: TransformersBackend, monke
 
 
 @pytest.fixture(scope="module")
-def solver() -> TransformersBackend:
-    model, tokenizer = reference.load_model(), reference.load_tokenizer()
+def solver(bundled: tuple[Any, Any]) -> TransformersBackend:
+    model, tokenizer = bundled
     estimators = {"gatesight": reference.ESTIMATOR_PATH}
     return TransformersBackend(model, tokenizer, ScorerFactory(model, tokenizer, estimators), "reference", rows=16)
 

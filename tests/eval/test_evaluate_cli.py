@@ -20,7 +20,6 @@ from gatesight_eval.reports.store import RunFolder, read_lines
 from gatesight_eval.run import evaluate
 from gatesight_eval.suites.items import Item, Question
 from gatesight_eval.suites.prompting import Prompter
-from gatesight_hf import reference
 from gatesight_hf.commands.cli import main
 from gatesight_hf.methods import RandomScorer, SnapKV, TriAttention
 
@@ -265,11 +264,6 @@ def test_scbench_in_kvzips_form_is_read_from_a_folder(byte_model: Path, tmp_path
     assert all(question["metric"].startswith("kvzip_") for line in lines for question in line["questions"])
 
 
-@pytest.fixture(scope="module")
-def solver() -> tuple[Any, Any]:
-    return reference.load_model(), reference.load_tokenizer()
-
-
 TOY = "--suite toy --tasks qa --length 256 --count 1"
 ERRORS = {
     f"{TOY} --method best": "No method 'best'; there are gatesight,",
@@ -321,10 +315,10 @@ ERRORS = {
 
 @pytest.mark.parametrize("command", ERRORS)
 def test_errors_are_one_line_that_names_the_mend(
-    command: str, solver: tuple[Any, Any], tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+    command: str, bundled: tuple[Any, Any], tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if "--model" not in command:
-        monkeypatch.setattr("gatesight_hf.models.loading.load_named", lambda name, dtype: solver)
+        monkeypatch.setattr("gatesight_hf.models.loading.load_named", lambda name, dtype: bundled)
     monkeypatch.chdir(tmp_path)
     assert main(["evaluate", "--out", "run", *command.split()]) == 1
     *before, line = capsys.readouterr().err.splitlines()

@@ -15,7 +15,7 @@ import pytest
 
 from gatesight_eval.suites.ruler.templates import CWE, FWE, NIAH, NIAH_SINGULAR, QA, VT, Wording
 from gatesight_hf import Session
-from gatesight_hf.reference import ESTIMATOR_PATH, MODEL_PATH, documents, load_model, load_tokenizer
+from gatesight_hf.reference import ESTIMATOR_PATH, MODEL_PATH, documents
 
 pytest.importorskip("lm_eval")
 harness = importlib.import_module("gatesight_eval.backends.harness")
@@ -63,20 +63,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory, rows: list[Row]) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def loaded() -> tuple[Any, Any]:
-    return load_model(), load_tokenizer()
-
-
-def make(loaded: tuple[Any, Any], **arguments: Any) -> Any:
-    """The harness's model around one that is loaded."""
-    model, tokenizer = loaded
+def make(bundled: tuple[Any, Any], **arguments: Any) -> Any:
+    """The harness's model around the bundled one."""
+    model, tokenizer = bundled
     return harness.GateSightLM(model, tokenizer=tokenizer, **{"estimator": str(ESTIMATOR_PATH), **arguments})
 
 
 @pytest.fixture(scope="module")
-def lm(loaded: tuple[Any, Any]) -> Any:
-    return make(loaded)
+def lm(bundled: tuple[Any, Any]) -> Any:
+    return make(bundled)
 
 
 def request(row: Row, doc: Row | None = None, **arguments: Any) -> Any:
@@ -86,8 +81,8 @@ def request(row: Row, doc: Row | None = None, **arguments: Any) -> Any:
     return SimpleNamespace(args=(prompt, asked), doc=row if doc is None else doc, task_name="needles", doc_id=7)
 
 
-def session_answers(loaded: tuple[Any, Any], rows: list[Row]) -> list[str]:
-    sessions = {row["context"]: Session.open(*loaded, ESTIMATOR_PATH, row["context"]) for row in rows}
+def session_answers(bundled: tuple[Any, Any], rows: list[Row]) -> list[str]:
+    sessions = {row["context"]: Session.open(*bundled, ESTIMATOR_PATH, row["context"]) for row in rows}
     return [sessions[row["context"]].ask(row["question"], max_new_tokens=6) for row in rows]
 
 
@@ -106,14 +101,14 @@ def forwards(model: Any, call: Any) -> tuple[Any, list[int]]:
 # -- through the harness -----------------------------------------------------------------------------------------------
 
 
-def test_an_evaluation_gives_the_answers_of_sessions(loaded, rows, folder):
-    arguments = {"pretrained": loaded[0], "tokenizer": loaded[1], "estimator": str(ESTIMATOR_PATH)}
+def test_an_evaluation_gives_the_answers_of_sessions(bundled, rows, folder):
+    arguments = {"pretrained": bundled[0], "tokenizer": bundled[1], "estimator": str(ESTIMATOR_PATH)}
     manager = tasks.TaskManager(include_path=str(folder), include_defaults=False)
     results, lengths = forwards(
-        loaded[0],
+        bundled[0],
         lambda: evaluator.simple_evaluate("gatesight", arguments, ["needles"], task_manager=manager, bootstrap_iters=0),
     )
-    expected = session_answers(loaded, rows)
+    expected = session_answers(bundled, rows)
     samples = sorted(results["samples"]["needles"], key=lambda sample: sample["doc_id"])
     assert [sample["resps"][0][0].strip() for sample in samples] == expected
     right = sum(answer == row["answer"] for answer, row in zip(expected, rows, strict=True))
@@ -125,7 +120,7 @@ def test_an_evaluation_gives_the_answers_of_sessions(loaded, rows, folder):
     assert about["achieved_fraction"] == pytest.approx(0.1, abs=0.01)
 
 
-def test_the_command_knows_the_model(loaded, rows, folder, tmp_path):
+def test_the_command_knows_the_model(bundled, rows, folder, tmp_path):
     model = f"pretrained={MODEL_PATH},estimator={ESTIMATOR_PATH},method=gatesight,kept_fraction=0.1"
     command = [sys.executable, "-c", COMMAND, "--model", "gatesight", "--model_args", model]
     command += ["--tasks", "needles", "--include_path", str(folder), "--device", "cpu", "--log_samples"]
@@ -142,7 +137,7 @@ def test_the_command_knows_the_model(loaded, rows, folder, tmp_path):
     (path,) = tmp_path.rglob("samples_needles_*.jsonl")
     samples = [json.loads(line) for line in path.read_text().splitlines()]
     answers = [sample["resps"][0][0].strip() for sample in sorted(samples, key=lambda sample: sample["doc_id"])]
-    assert answers == session_answers(loaded, rows)
+    assert answers == session_answers(bundled, rows)
     (path,) = tmp_path.rglob("results_*.json")
     assert json.loads(path.read_text())["config"]["gatesight"]["contexts"] == 2
 
@@ -159,12 +154,12 @@ def test_answers_are_cached_with_their_requests(lm, rows, monkeypatch):
 # -- decoding ----------------------------------------------------------------------------------------------------------
 
 
-def test_answers_end_at_stop_sequences_and_lengths(loaded, lm, rows):
+def test_answers_end_at_stop_sequences_and_lengths(bundled, lm, rows):
     (whole,) = lm.generate_until([request(rows[0])], disable_tqdm=True)
     words = whole.split()
     assert len(set(words[:3])) == 3
     stopped, lengths = forwards(
-        loaded[0], lambda: lm.generate_until([request(rows[0], until=words[2])], disable_tqdm=True)
+        bundled[0], lambda: lm.generate_until([request(rows[0], until=words[2])], disable_tqdm=True)
     )
     assert stopped[0].split() == words[:2]
     assert len(lengths) == 2 + 2  # context, question, and the tokens up to the stop sequence
@@ -174,16 +169,16 @@ def test_answers_end_at_stop_sequences_and_lengths(loaded, lm, rows):
 
 
 @pytest.mark.parametrize("whole_prompt", [False, True])
-def test_a_full_cache_gives_what_hf_gives(loaded, rows, whole_prompt):
+def test_a_full_cache_gives_what_hf_gives(bundled, rows, whole_prompt):
     requests = [request(row) for row in rows[:2]]
-    found = make(loaded, method="full", whole_prompt=whole_prompt).generate_until(requests, disable_tqdm=True)
-    stock = importlib.import_module("lm_eval.models.huggingface").HFLM(loaded[0], tokenizer=loaded[1])
+    found = make(bundled, method="full", whole_prompt=whole_prompt).generate_until(requests, disable_tqdm=True)
+    stock = importlib.import_module("lm_eval.models.huggingface").HFLM(bundled[0], tokenizer=bundled[1])
     assert found == stock.generate_until(requests, disable_tqdm=True)
 
 
 @pytest.mark.parametrize("method", ["empty", "random", "snapkv@flat", "kvzip@global", "keydiff+int8"])
-def test_other_methods_by_name(loaded, rows, method):
-    lm = make(loaded, estimator=None, method=method, kept_fraction=0.2, protected_prefix=3, prefill_chunk_size=128)
+def test_other_methods_by_name(bundled, rows, method):
+    lm = make(bundled, estimator=None, method=method, kept_fraction=0.2, protected_prefix=3, prefill_chunk_size=128)
     requests = [request(row) for row in rows[:2]]
     assert lm.generate_until(requests, disable_tqdm=True) == lm.generate_until(requests, disable_tqdm=True)
     achieved = lm.get_model_info()["gatesight"]["achieved_fraction"]
@@ -193,12 +188,12 @@ def test_other_methods_by_name(loaded, rows, method):
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
-def test_prompts_that_cannot_be_cut(loaded, lm, rows):
+def test_prompts_that_cannot_be_cut(bundled, lm, rows):
     row = {"text": rows[0]["context"]}
     with pytest.raises(ValueError, match=r"needles, document 7: .* cannot be cut .* RULER.* whole_prompt=True"):
         lm.generate_until([request(rows[0], doc=row)], disable_tqdm=True)
-    whole = make(loaded, whole_prompt=True)
-    _, lengths = forwards(loaded[0], lambda: whole.generate_until([request(rows[0], doc=row)], disable_tqdm=True))
+    whole = make(bundled, whole_prompt=True)
+    _, lengths = forwards(bundled[0], lambda: whole.generate_until([request(rows[0], doc=row)], disable_tqdm=True))
     assert lengths[0] > CONTEXT_TOKENS
     assert lengths[1] == 1
 
@@ -217,18 +212,18 @@ def test_only_greedy_answers(lm, rows, arguments, named):
         lm.generate_until([request(rows[0], **arguments)], disable_tqdm=True)
 
 
-def test_long_prompts_are_refused_or_truncated_audibly(loaded, rows, caplog, monkeypatch):
+def test_long_prompts_are_refused_or_truncated_audibly(bundled, rows, caplog, monkeypatch):
     with pytest.raises(ValueError, match=r"needles, document 7: context \d+, .* more than max_length=200"):
-        make(loaded, max_length=200).generate_until([request(rows[0])], disable_tqdm=True)
-    lm = make(loaded, max_length=200, truncation=True)
+        make(bundled, max_length=200).generate_until([request(rows[0])], disable_tqdm=True)
+    lm = make(bundled, max_length=200, truncation=True)
     monkeypatch.setattr(logging.getLogger("lm_eval"), "propagate", True)  # lm_eval may have turned it off
-    _, lengths = forwards(loaded[0], lambda: lm.generate_until([request(row) for row in rows], disable_tqdm=True))
+    _, lengths = forwards(bundled[0], lambda: lm.generate_until([request(row) for row in rows], disable_tqdm=True))
     assert lm.get_model_info()["gatesight"]["truncated"] == 2
     assert "2 of 2 contexts lost their middle" in caplog.text
-    reserved = 6 + max(len(loaded[1](row["question"]).input_ids) for row in rows[::2])
+    reserved = 6 + max(len(bundled[1](row["question"]).input_ids) for row in rows[::2])
     assert lengths[0] == (200 - reserved) // 2 * 2
     with pytest.raises(ValueError, match="leaves no room"):
-        make(loaded, max_length=20, truncation=True).generate_until([request(rows[0])], disable_tqdm=True)
+        make(bundled, max_length=20, truncation=True).generate_until([request(rows[0])], disable_tqdm=True)
 
 
 def test_likelihoods_are_refused(lm, rows):
@@ -249,9 +244,9 @@ def test_likelihoods_are_refused(lm, rows):
         ({"mixed_precision_dtype": "float16"}, "mixed_precision_dtype"),
     ],
 )
-def test_wrong_arguments_are_told_at_once(loaded, arguments, message):
+def test_wrong_arguments_are_told_at_once(bundled, arguments, message):
     with pytest.raises(ValueError, match=message):
-        make(loaded, **arguments)
+        make(bundled, **arguments)
 
 
 # -- where prompts are cut ---------------------------------------------------------------------------------------------

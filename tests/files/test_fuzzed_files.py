@@ -19,7 +19,7 @@ from gatesight_hf.files.tensor_files import JSON_LIMIT
 
 from ..helpers.models import random_estimator
 from ..helpers.running import forward, random_ids
-from ..helpers.saved_files import SLOTS, changed_cache, lines_of, save_a_cache
+from ..helpers.saved_files import SLOTS, changed_cache, lines_of
 
 pytestmark = pytest.mark.core
 
@@ -28,11 +28,6 @@ MOST_PYTHON_BYTES = 24 * JSON_LIMIT
 fuzz = settings(
     max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-
-
-@pytest.fixture(scope="module")
-def cache_file(dense: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_a_cache(dense, tmp_path_factory.mktemp("caches") / "good")
 
 
 @pytest.fixture(scope="module")

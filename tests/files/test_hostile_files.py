@@ -12,14 +12,9 @@ from torch import Tensor
 from gatesight_hf import GateSightCache, SessionFileError
 from gatesight_hf.files.tensor_files import JSON_LIMIT, TensorFile, parse_json, write_tensor_file
 
-from ..helpers.saved_files import Change, changed_cache, save_a_cache
+from ..helpers.saved_files import Change, changed_cache
 
 pytestmark = pytest.mark.core
-
-
-@pytest.fixture(scope="module")
-def cache_file(dense: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_a_cache(dense, tmp_path_factory.mktemp("caches") / "good")
 
 
 def with_header(path: Path, target: Path, change: Callable[[dict[str, Any]], Any], length: int | None = None) -> Path:

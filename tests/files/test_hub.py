@@ -16,7 +16,7 @@ from gatesight_hf import Estimator, GateSightCache, Session
 from gatesight_hf.commands.cli import main
 from gatesight_hf.methods.hidden import HiddenStateConfig, HiddenStateScorer
 from gatesight_hf.models import HybridSpec
-from gatesight_hf.reference import ESTIMATOR_PATH, load_model, load_tokenizer
+from gatesight_hf.reference import ESTIMATOR_PATH
 
 from ..helpers.hub_server import READER, STRANGER, FakeHub, FakeRepo, point_to
 from ..helpers.models import random_estimator, random_tensors
@@ -89,11 +89,11 @@ def test_what_is_cached_is_not_downloaded_again(hub, repo, estimator):
     assert not hub.asked("GET", "/")
 
 
-def test_a_cache_and_a_session_open_from_a_repo(hub, dense, tmp_path):
-    bundled = {name: (ESTIMATOR_PATH / name).read_bytes() for name in ("config.json", "model.safetensors")}
+def test_a_cache_and_a_session_open_from_a_repo(hub, dense, bundled, tmp_path):
+    shipped = {name: (ESTIMATOR_PATH / name).read_bytes() for name in ("config.json", "model.safetensors")}
     hub.repos["org/reference"] = FakeRepo()
-    hub.repos["org/reference"].commit(bundled, "v1")
-    model, tokenizer = load_model(), load_tokenizer()
+    hub.repos["org/reference"].commit(shipped, "v1")
+    model, tokenizer = bundled
     cache = GateSightCache.from_pretrained("org/reference", model=model, revision="v1", kept_fraction=0.5)
     assert same(cache.scorer, Estimator.from_pretrained(ESTIMATOR_PATH))
     text = "one of the special magic numbers for amber-river is : 4 8 2 1 . " * 4
@@ -103,7 +103,7 @@ def test_a_cache_and_a_session_open_from_a_repo(hub, dense, tmp_path):
     session.save(tmp_path / "doc")
     loaded = Session.load(tmp_path / "doc", model, tokenizer, "org/reference", revision="v1")
     assert loaded.ask(asked, max_new_tokens=4) == "4 8 2 1"
-    hub.repos["org/reference"].commit(bundled)
+    hub.repos["org/reference"].commit(shipped)
     (tmp_path / "text").write_text(text)
     assert main(["ask", "--document", str(tmp_path / "text"), "--estimator", "org/reference", "--question", asked]) == 0
 

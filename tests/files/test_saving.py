@@ -15,12 +15,10 @@ from gatesight_hf import CacheStateError, GateSightCache, SessionFileError
 from gatesight_hf.reference import MODEL_PATH
 
 from ..helpers.models import random_estimator, tiny_model
-from ..helpers.running import compacted, prefilled, random_ids
+from ..helpers.running import CONTEXT, compacted, prefilled
 from ..helpers.saved_files import lines_of
 
 pytestmark = pytest.mark.core
-
-CONTEXT = random_ids(43)
 
 
 @pytest.fixture

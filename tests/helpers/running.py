@@ -16,6 +16,12 @@ def random_ids(length: int, rows: int = 1, seed: int = 0) -> Tensor:
     return torch.randint(2, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
+#: A context and a question on it, for tests that need no other.
+LENGTH = 43
+CONTEXT, QUESTION = random_ids(LENGTH), random_ids(6, seed=9)
+FULL = torch.cat([CONTEXT, QUESTION], 1)
+
+
 def left_padded(ids: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Rows `[1, n]` of different lengths as one batch and its mask."""
     longest = max(row.shape[1] for row in ids)

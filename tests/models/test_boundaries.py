@@ -15,7 +15,7 @@ from gatesight_hf.commands.cli import main
 from gatesight_hf.methods import RandomScorer
 from gatesight_hf.models import attach
 from gatesight_hf.models._compat import cache_argument
-from gatesight_hf.reference import documents, load_model, load_tokenizer
+from gatesight_hf.reference import documents
 from gatesight_hf.training import collect as collecting
 from gatesight_hf.training.collect import Sampling, document_tensors
 
@@ -183,8 +183,8 @@ def test_demo_names_a_document_that_cannot_be(arguments: list[str], capsys: pyte
     assert "needles in" in capsys.readouterr().err
 
 
-def test_session_names_what_it_cannot_do() -> None:
-    model, tokenizer = load_model(), load_tokenizer()
+def test_session_names_what_it_cannot_do(bundled: Any) -> None:
+    model, tokenizer = bundled
     text = " ".join(documents.NOISE)
     with pytest.raises(ValueError, match="no tokens"):
         Session.open(model, tokenizer, RandomScorer(), "")

@@ -29,14 +29,24 @@ from gatesight_hf.models import attach
 
 from ..helpers.models import FAMILIES, random_estimator, tiny_model
 from ..helpers.oracle import Oracle, assert_same, evicted_of
-from ..helpers.running import compacted, forward, generate, left_padded, padded, prefilled, random_ids, steps
+from ..helpers.running import (
+    CONTEXT,
+    FULL,
+    LENGTH,
+    QUESTION,
+    compacted,
+    forward,
+    generate,
+    left_padded,
+    padded,
+    prefilled,
+    random_ids,
+    steps,
+)
 from ..helpers.second_device import ELSEWHERE, HERE, SecondDevice, spread
 
 pytestmark = pytest.mark.core
 
-LENGTH = 43
-CONTEXT, QUESTION = random_ids(LENGTH), random_ids(6, seed=9)
-FULL = torch.cat([CONTEXT, QUESTION], 1)
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "gatesight": random_estimator,
     "snapkv": lambda model: SnapKV(window=6),

@@ -44,23 +44,27 @@ from transformers import DynamicCache, GenerationConfig
 
 from gatesight_hf import CacheStateError, GateSightCache, Session
 from gatesight_hf.methods import TriAttention
-from gatesight_hf.reference import ESTIMATOR_PATH, documents, load_model, load_tokenizer
+from gatesight_hf.reference import ESTIMATOR_PATH, documents
 
 from ..helpers.models import FAMILIES, random_estimator, tiny_model
 from ..helpers.oracle import Oracle, assert_same, evicted_of
 from ..helpers.paths import ROOT
-from ..helpers.running import compacted, forward, generate, left_padded, padded, prefilled, random_ids, steps
+from ..helpers.running import (
+    CONTEXT,
+    FULL,
+    LENGTH,
+    QUESTION,
+    compacted,
+    forward,
+    generate,
+    left_padded,
+    padded,
+    prefilled,
+    random_ids,
+    steps,
+)
 
 pytestmark = pytest.mark.core
-
-LENGTH = 43
-CONTEXT, QUESTION = random_ids(LENGTH), random_ids(6, seed=9)
-FULL = torch.cat([CONTEXT, QUESTION], 1)
-
-
-@pytest.fixture
-def parent(dense: Any) -> GateSightCache:
-    return compacted(dense, CONTEXT, kept_fraction=0.3)
 
 
 def test_the_table_names_tests_that_exist() -> None:
@@ -293,8 +297,8 @@ def at_depth(depth: float, length: int = 512) -> documents.Document:
     return documents.Document(words, [documents.Question(documents.ask_number(key), numbers[key])], [])
 
 
-def test_27_a_needle_is_found_at_every_depth_with_a_tenth_of_the_cache() -> None:
-    model, tokenizer = load_model(), load_tokenizer()
+def test_27_a_needle_is_found_at_every_depth_with_a_tenth_of_the_cache(bundled: Any) -> None:
+    model, tokenizer = bundled
     for depth in (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0):
         document = at_depth(depth)
         session = Session.open(model, tokenizer, ESTIMATOR_PATH, document.text, kept_fraction=0.1)
