@@ -36,7 +36,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lengths = ",".join(map(str, LENGTHS))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench_phases, "CHUNK", 64)
-        assert bench_cost.main(["--tiny", "--repeats", "2", "--lengths", lengths, "--output", str(out)]) == 0
+        assert bench_cost.main(["--tiny", "--repeats", "1", "--lengths", lengths, "--output", str(out)]) == 0
     return out
 
 

@@ -255,7 +255,10 @@ def test_scbench_is_read_from_a_folder(byte_model: Path, tmp_path: Path) -> None
     assert not lines[0]["details"]["leak"] and len(lines[0]["questions"]) == 2
 
 
-def test_scbench_in_kvzips_form_is_read_from_a_folder(byte_model: Path, tmp_path: Path) -> None:
+def test_scbench_in_kvzips_form_is_read_from_a_folder(
+    byte_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gatesight_eval.suites.scbench.kvzip._max_new_tokens", lambda base: 4)  # of a random model
     lines = evaluated(
         tmp_path, "--suite scbench-kvzip --tasks scbench_kv_tiny,scbench_vt --count 1 --kept 0.5",
         "--model", str(byte_model), "--data", str(DATA / "scbench" / "kvzip"), "--method", "random",
@@ -318,7 +321,7 @@ def test_errors_are_one_line_that_names_the_mend(
     command: str, bundled: tuple[Any, Any], tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if "--model" not in command:
-        monkeypatch.setattr("gatesight_hf.models.loading.load_named", lambda name, dtype: bundled)
+        monkeypatch.setattr("gatesight_hf.models.load_named", lambda name, dtype: bundled)
     monkeypatch.chdir(tmp_path)
     assert main(["evaluate", "--out", "run", *command.split()]) == 1
     *before, line = capsys.readouterr().err.splitlines()
@@ -361,7 +364,7 @@ def test_a_stop_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     def stop(name: str, dtype: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gatesight_hf.models.loading.load_named", stop)
+    monkeypatch.setattr("gatesight_hf.models.load_named", stop)
     assert main(["evaluate", "--suite", "toy", "--out", "never"]) == 130
     assert capsys.readouterr().err.splitlines()[-1].startswith("gatesight: stopped")
 

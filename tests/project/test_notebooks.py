@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,19 +50,33 @@ assert session.blocks < session.blocks_before
 }
 NEEDS_VLLM = "6_serve_with_vllm"
 
-#: Runs cells as a kernel would, without one: it gets a file of their sources and a check, and writes what each printed.
+#: Runs cells as a kernel would, without one: each notebook in a fork of a process that has imported what they all need.
+#: It gets files of cells with a check, writes what each cell printed, and what failed.
 RUNNER = """
-import contextlib, io, json, os, sys
-cells, check, out = json.load(open(sys.argv[1], encoding="utf-8"))
-os.chdir(os.path.dirname(sys.argv[1]))
-names, printed = {"__name__": "__main__"}, []
-for number, source in enumerate(cells):
-    with contextlib.redirect_stdout(io.StringIO()) as text:
-        exec(compile(source, f"cell {number}", "exec"), names)
-    printed.append(text.getvalue())
-exec(compile(check, "check", "exec"), names)
-json.dump(printed, open(out, "w", encoding="utf-8"))
+import contextlib, io, json, os, sys, traceback
+exec(sys.argv[1])
+for job in sys.argv[2:]:
+    child = os.fork()
+    if child == 0:
+        cells, check, out = json.load(open(job, encoding="utf-8"))
+        os.chdir(os.path.dirname(job))
+        names, printed = {"__name__": "__main__"}, []
+        try:
+            for number, source in enumerate(cells):
+                with contextlib.redirect_stdout(io.StringIO()) as text:
+                    exec(compile(source, f"cell {number}", "exec"), names)
+                printed.append(text.getvalue())
+            exec(compile(check, "check", "exec"), names)
+            failed = ""
+        except BaseException:
+            failed = traceback.format_exc()
+        with open(out, "w", encoding="utf-8") as file:
+            json.dump([printed, failed], file)
+        os._exit(0)
+    os.waitpid(child, 0)
 """
+#: What notebooks import that takes long.
+SHARED = "import matplotlib.pyplot, gatesight_hf, transformers.models.qwen3_5.modeling_qwen3_5"
 
 
 def read(name: str) -> dict[str, Any]:
@@ -89,22 +102,37 @@ def test_every_notebook_is_checked() -> None:
     assert sorted(path.stem for path in EXAMPLES.glob("*.ipynb")) == sorted(CHECKS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CHECKS)
-def test_cells_run_and_print_what_is_stored(name: str, tmp_path: Path) -> None:
-    if name == NEEDS_VLLM:
-        pytest.importorskip("vllm", reason="vLLM is not installed: see `make test-vllm`")
-    else:
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """By notebook, what its cells printed and what failed."""
+    with_vllm, jobs = find_spec("vllm") is not None, {}
+    if not with_vllm:
         pytest.importorskip("matplotlib")
-    cells, out = code_cells(read(name)), tmp_path / "printed.json"
-    job = tmp_path / "job.json"
-    job.write_text(json.dumps([[source_of(cell) for cell in cells], CHECKS[name], str(out)]), encoding="utf-8")
+    for name in CHECKS:
+        if (name == NEEDS_VLLM) == with_vllm:
+            jobs[name] = tmp_path_factory.mktemp(name) / "job.json"
+            sources = [source_of(cell) for cell in code_cells(read(name))]
+            job = [sources, CHECKS[name], str(jobs[name].with_name("printed.json"))]
+            jobs[name].write_text(json.dumps(job), encoding="utf-8")
     environment = {**os.environ, "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", RUNNER, str(job)]
+    # vLLM makes processes of its own, and wants to be imported by its notebook.
+    command = [sys.executable, "-c", RUNNER, "" if with_vllm else SHARED, *map(str, jobs.values())]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    printed = json.loads(out.read_text(encoding="utf-8"))
-    for cell, text in zip(cells, printed, strict=True):
+    return {name: json.loads(job.with_name("printed.json").read_text(encoding="utf-8")) for name, job in jobs.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("notebooks")
+@pytest.mark.parametrize("name", CHECKS)
+def test_cells_run_and_print_what_is_stored(name: str, request: pytest.FixtureRequest) -> None:
+    if name == NEEDS_VLLM:
+        pytest.importorskip("vllm", reason="vLLM is not installed: see `make test-vllm`")
+    elif find_spec("vllm") is not None:
+        pytest.skip("it is run where vLLM is not installed")
+    printed, failed = request.getfixturevalue("found")[name]
+    assert not failed, failed[-4000:]
+    for cell, text in zip(code_cells(read(name)), printed, strict=True):
         stored = "".join("".join(output["text"]) for output in cell["outputs"] if output["output_type"] == "stream")
         assert without_numbers(text) == without_numbers(stored), "run the notebook again, and store its outputs"
 
