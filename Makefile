@@ -41,7 +41,7 @@ define install
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-compat vllm test-vllm docs build clean
+.PHONY: help demo test check lint test-compat vllm test-vllm docs build clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 22
@@ -52,6 +52,9 @@ demo: $(VENV)/.stamp-demo  ## run the demonstration on the bundled model
 
 test: lint  ## lint, then run the tests, on all cores
 	@$(VENV)/bin/pytest -n auto
+
+check: lint  ## lint, then the quick tests: the loop of an edit
+	@$(VENV)/bin/pytest -n auto -m quick
 
 lint: $(VENV)/.stamp-test  ## ruff and mypy
 	@$(VENV)/bin/ruff check

@@ -16,7 +16,7 @@ from ..helpers.models import KeyNorm, random_estimator
 from ..helpers.oracle import Oracle, assert_same, evicted_of
 from ..helpers.running import compacted, forward, left_padded, padded, prefilled, random_ids, steps
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.quick]
 
 CONTEXT = 43
 
@@ -133,7 +133,7 @@ def test_a_scorer_that_fails_changes_nothing(dense, value):
     with pytest.raises(ValueError, match="shape" if value == "shape" else "NaN"):
         cache.compact()
     assert replace(cache.report(), seconds={}) == replace(before, seconds={})
-    cache.scorer = KeyNorm()
+    cache.context.scorer = KeyNorm()
     cache.compact()
     assert_answers_equal(dense, cache, compacted(dense, random_ids(CONTEXT), scorer=KeyNorm(), kept_fraction=0.3))
 

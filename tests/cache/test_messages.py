@@ -23,6 +23,8 @@ from gatesight_hf.training.fit import FitOptions, fit
 from ..helpers.models import random_config, random_estimator
 from ..helpers.running import compacted, forward, generate, prefilled, random_ids
 
+pytestmark = pytest.mark.quick
+
 CONTEXT, QUESTION = random_ids(20), random_ids(4, seed=9)
 FULL = torch.cat([CONTEXT, QUESTION], 1)
 MASK, POSITIONS = torch.ones(1, 24), torch.arange(20, 24)

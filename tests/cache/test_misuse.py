@@ -15,7 +15,7 @@ from gatesight_hf import CacheStateError, EstimatorMismatchError, GateSightCache
 from ..helpers.models import random_estimator, tiny_model
 from ..helpers.running import CONTEXT, FULL, LENGTH, QUESTION, compacted, forward, generate, prefilled, random_ids
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.quick]
 
 HIDING = torch.tensor([[0] + [1] * 48])
 PADDED_RIGHT = torch.tensor([[1] * 40 + [0] * 3, [1] * 43])

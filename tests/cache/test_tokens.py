@@ -27,7 +27,7 @@ from ..helpers.running import (
     steps,
 )
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.quick]
 
 LENGTHS, NEW = (43, 29), 6
 ROWS = [random_ids(n, seed=n) for n in LENGTHS]

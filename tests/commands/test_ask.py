@@ -11,6 +11,8 @@ from gatesight_hf import Session
 from gatesight_hf.commands.cli import main
 from gatesight_hf.reference import ESTIMATOR_PATH, MODEL_PATH, documents, load_model, load_tokenizer
 
+pytestmark = pytest.mark.quick
+
 DOCUMENT = documents.needles(random.Random(5), 512, count=4, asked=2)
 QUESTIONS = [argument for question in DOCUMENT.questions for argument in ("--question", question.text)]
 

@@ -14,7 +14,7 @@ from gatesight_hf.scoring import Needs, Recorder, Scores
 from ..helpers.oracle import Oracle, assert_same, evicted_of
 from ..helpers.running import forward, prefilled, random_ids
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.quick]
 
 LENGTH = 40
 

@@ -18,7 +18,7 @@ from gatesight_hf.compaction.budget import (
     total_budget,
 )
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.quick]
 
 LENGTHS = (0, 1, 2, 3, 5, 17, 100, 4096)
 LAYERS = (1, 2, 3, 16)

@@ -33,7 +33,7 @@ def test_kept_totals_are_exact(dense, length, prefix, suffix):
     whole = prefilled(dense, random_ids(length), protected_prefix=prefix, protected_suffix=suffix)
     for fraction, allocation in itertools.product((1e-6, 0.1, 0.5, 0.9, 1.0), SHARED):
         cache = whole.fork()
-        cache.options = replace(cache.options, kept_fraction=fraction, allocation=allocation)
+        cache.context.options = replace(cache.options, kept_fraction=fraction, allocation=allocation)
         report = cache.compact()
         always = min(prefix + suffix, length)
         total = max(2, math.floor(fraction * 2 * (length - always) + 0.5)) if always < length else 0
@@ -51,7 +51,7 @@ def test_the_budget_has_an_effect(dense):
     whole = prefilled(dense, random_ids(CONTEXT), allocation="flat")
     for fraction, expected in ((0.1, [5, 4]), (0.5, [22, 21]), (0.9, [39, 38])):
         cache = whole.fork()
-        cache.options = replace(cache.options, kept_fraction=fraction)
+        cache.context.options = replace(cache.options, kept_fraction=fraction)
         assert cache.compact().physical_lengths == expected
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gatesight_hf.compaction import Protected, select, select_global
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.quick]
 
 
 def always(slots: int, length: int, protected: Protected) -> set[int]:

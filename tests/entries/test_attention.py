@@ -18,7 +18,7 @@ from ..helpers.models import tiny_model
 from ..helpers.oracle import assert_same, capture_attention
 from ..helpers.running import forward, left_padded, padded, prefilled, random_ids
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.quick]
 
 LENGTH = 17
 

@@ -8,7 +8,7 @@ from gatesight_hf.entries.quantised import quantise
 
 from ..helpers.contents import read
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.quick]
 
 
 def entries_of(dtype: torch.dtype = torch.float32, tokens: int = 17) -> Tensor:

@@ -25,7 +25,7 @@ from gatesight_hf.models import listening as signals
 from gatesight_hf.scoring import recording
 
 CPU = torch.device("cpu")
-LENGTHS = (48, 96)
+LENGTHS = (24, 48)
 QUICK = ["--tiny", "--repeats", "1", "--lengths", "32", "--methods", "gatesight"]
 
 
@@ -35,7 +35,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("bench") / "runs" / "cost"
     lengths = ",".join(map(str, LENGTHS))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench_phases, "CHUNK", 64)
+        patch.setattr(bench_phases, "CHUNK", 32)
         assert bench_cost.main(["--tiny", "--repeats", "1", "--lengths", lengths, "--output", str(out)]) == 0
     return out
 
@@ -59,7 +59,7 @@ def test_every_phase_of_every_method_is_measured(prefix: Path) -> None:
             assert (method["phases"]["signals"]["ms"] > 0) == (name == "gatesight")
             assert method["phases"]["scoring"]["ms"] > 0 and method["phases"]["compaction"]["peak_bytes"] > 0
     scoring = [length["methods"]["gatesight"]["phases"]["scoring"]["peak_bytes"] for length in result["lengths"]]
-    assert scoring[1] >= 96 * bench_model.signal_bytes_per_token(slice_spec(), 2)  # signals are laid side by side
+    assert scoring[1] >= 48 * bench_model.signal_bytes_per_token(slice_spec(), 2)  # signals are laid side by side
     assert set(result["growth"]) == {"prefill", *bench_cost.METHODS}
     assert all(check["passed"] for check in result["checks"]) and "outputs_differ" not in result
     assert {verdict["verdict"] for verdict in result["verdicts"]} == {"not measured"}  # of a very small model
@@ -67,7 +67,7 @@ def test_every_phase_of_every_method_is_measured(prefix: Path) -> None:
     assert result["backend"]["versions"]["torch"] and "commit" in result and result["asked"]["kept_fraction"] == 0.1
     assert len(result["implementations"]) == 4 and all(found["ratio"] > 0 for found in result["implementations"])
     text = prefix.with_suffix(".md").read_text(encoding="utf-8")
-    assert all(part in text for part in ("## 48 tokens", "## 96 tokens", "| kvzip |", "## Goals", "Commit"))
+    assert all(part in text for part in ("## 24 tokens", "## 48 tokens", "| kvzip |", "## Goals", "Commit"))
     assert prefix.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 

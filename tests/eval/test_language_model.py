@@ -12,6 +12,8 @@ import torch
 
 from ..helpers.paths import ROOT
 
+pytestmark = pytest.mark.quick
+
 ROOM = ROOT / "eval" / "language_model"
 TINY = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4, "head_dim": 16}
 TINY |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}

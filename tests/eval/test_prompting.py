@@ -10,6 +10,8 @@ from gatesight_hf.reference import load_tokenizer
 
 from ..helpers.texts import FOOTER, HEADER, character_tokenizer, text_of
 
+pytestmark = pytest.mark.quick
+
 CONTEXT = "one needle is 4821 . " * 6
 QUESTION = Question("What is it?", ("4821",), 7, "exact_match", answer_prefix=" It is")
 

@@ -14,6 +14,8 @@ from gatesight_eval.suites.ruler import TASKS, load_kvpress, load_official, mani
 
 from ..helpers.ruler import OFFICIAL, make, prompt
 
+pytestmark = pytest.mark.quick
+
 
 def test_written_items_load_again(tmp_path: Path) -> None:
     items = [item for task in TASKS for item in make(task, count=2)]

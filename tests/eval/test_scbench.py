@@ -15,6 +15,8 @@ from gatesight_eval.suites.scbench.tasks import MF_NEUTRAL_PREFIX
 
 from ..helpers.paths import DATA
 
+pytestmark = pytest.mark.quick
+
 ROWS = DATA / "scbench"
 KVZIP = {
     "scbench_choice_eng": {("kvzip_choice_eng", 96)},

@@ -14,7 +14,7 @@ from gatesight_hf.files.tensor_files import JSON_LIMIT, TensorFile, parse_json, 
 
 from ..helpers.saved_files import Change, changed_cache
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.quick]
 
 
 def with_header(path: Path, target: Path, change: Callable[[dict[str, Any]], Any], length: int | None = None) -> Path:

@@ -223,6 +223,7 @@ def test_what_comes_late_in_a_long_context(dtype, first, length, device):
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.usefixtures("backend")
+@pytest.mark.quick
 def test_what_is_no_number_stays_none(dtype, device):
     """Whoever selects refuses NaN, so it must not be lost; numbers far from the mean are no reason for one."""
     blocks, parameters = score_inputs((70, 4, (2,), 2, 16, True, "usual", dtype), device)

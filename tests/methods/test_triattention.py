@@ -19,7 +19,7 @@ from ..helpers.models import tiny_model
 from ..helpers.oracle import assert_same, evicted_of
 from ..helpers.running import compacted, left_padded, prefilled, random_ids
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.quick]
 
 LENGTH = 17
 nopes = pytest.mark.parametrize("nope", ["none", "mean", "full"])

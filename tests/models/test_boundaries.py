@@ -19,7 +19,7 @@ from gatesight_hf.reference import documents
 from gatesight_hf.training import collect as collecting
 from gatesight_hf.training.collect import Sampling, document_tensors
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.quick]
 
 IDS = torch.randint(1, 128, (1, 30), generator=torch.Generator().manual_seed(11))
 

@@ -14,6 +14,8 @@ import pytest
 
 from ..helpers.paths import ROOT
 
+pytestmark = pytest.mark.quick
+
 ROOMS = ("kernels", "eval", "hub_cards", "tests", "examples")
 #: Names that a file in a room must not have: a script's folder is the first place where Python looks.
 TAKEN = {"accelerate", "datasets", "evaluate", "huggingface_hub", "kernels", "matplotlib", "numpy", "safetensors",

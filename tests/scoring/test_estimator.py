@@ -22,7 +22,7 @@ from gatesight_hf.models import HybridSpec
 
 from ..helpers.models import random_config, random_estimator, random_tensors, tiny_model
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.quick]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gatesight_hf.scoring.features import AGES, SIGNALS, assemble, feature_names
 from gatesight_kernels import age_features
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.quick]
 
 
 def test_the_order_of_inputs_is_fixed():

@@ -7,7 +7,7 @@ from torch import Tensor
 from gatesight_hf.scoring.utility import QUERIES_PER_CHUNK, entry_utilities, normalise
 from gatesight_hf.training.metrics import mass_covered, overlap, spearman
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.quick]
 
 
 def brute_force(

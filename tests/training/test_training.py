@@ -190,6 +190,7 @@ def test_the_mlp_finds_what_no_baseline_can(dense: Any, tmp_path: Path) -> None:
     assert len(singles) == 2 and all(len(layer) == 2 for layer in singles)
 
 
+@pytest.mark.quick
 def test_overlaps_of_all_signals_and_heads_at_once_are_those_one_by_one() -> None:
     scores, utilities = torch.randn(2, 5, 60), torch.rand(3, 60)
     found = overlap(scores, utilities[:, None, None])
@@ -201,6 +202,7 @@ def test_overlaps_of_all_signals_and_heads_at_once_are_those_one_by_one() -> Non
                 assert float(found[head, sign, signal]) == pytest.approx(len(best.intersection(chosen)) / 6)
 
 
+@pytest.mark.quick
 def test_streamed_ridge_equals_least_squares(dense: Any, tmp_path: Path) -> None:
     config = EstimatorConfig.for_model(HybridSpec.from_config(dense.config), "planted")
     paths = planted_shards(tmp_path / "t", config, 5)
