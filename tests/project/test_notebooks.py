@@ -123,7 +123,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("notebooks")
 @pytest.mark.parametrize("name", CHECKS)
 def test_cells_run_and_print_what_is_stored(name: str, request: pytest.FixtureRequest) -> None:
     if name == NEEDS_VLLM:
