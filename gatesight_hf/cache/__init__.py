@@ -1,10 +1,12 @@
 """The life of one context: prefill, compaction, forks, serving, files.
 
-A model's forwards come in, `generate` among them; answers' entries, reports and files go out. `context` holds all
-state, and goes back to a snapshot as a whole. `calls` carries each call of the model into it, with `inputs`, `tokens`
-and `generate` for what it is given; `compacting` compacts it; `report`, `saving`, `storage`, `header` and `identity` tell
-and write what it is. `hooked` is what transformers sees, `cache` what a user calls, `frozen` and `frozen_calls` the same
-with fixed shapes. Imports everything below: `compaction`, `scoring`, `models`, `entries`, `files`.
+A model's forwards come in, `generate` among them; answers' entries, reports and files go out. Imports everything below:
+`compaction`, `scoring`, `models`, `entries`, `files`.
+
+- `context`: all state, which goes back to a snapshot as a whole; `compacting`: its compaction; `report`: its figures.
+- `calls`: how each call of the model is carried into it; `inputs`, `tokens` and `generate`: what calls are given.
+- `cache`: what a user calls; `hooked`: what transformers sees of it; `frozen`, `frozen_calls`: with fixed shapes.
+- `saving`, `storage`, `header`, `identity`: files.
 """
 
 from .cache import GateSightCache
