@@ -195,6 +195,7 @@ class GateSightCache(HookedCache):
         with self.context.all_or_nothing():
             super().reset()
             self.context.clear()
+        self.calls = type(self.calls)(self.context)
 
     def tie(self, model: Any) -> None:
         """Go on with another object of the same model: one that was loaded or copied again, or after pickling.
