@@ -120,11 +120,9 @@ def main() -> None:
         return build
 
     JITFunction.run = compiled
-    first, *others = map(int, sys.argv[1:])
-    for arch in (first, *others):
+    for arch in map(int, sys.argv[1:]):
         driver.set_active(Target(arch))
-        # float16 takes the same instructions as bfloat16, in the same sizes: one GPU is enough.
-        for dtype in (torch.bfloat16, torch.float32, *([torch.float16] if arch == first else [])):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
             for launches in (signals, gates, scores, compaction):
                 launches(dtype)
         selection(dtype)
