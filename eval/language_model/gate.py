@@ -33,9 +33,9 @@ from gatesight_eval.metrics.registry import SCORERS
 from gatesight_eval.suites import ruler
 from gatesight_eval.suites.items import Question
 from gatesight_hf import GateSightCache
+from gatesight_hf.cache import prefill
 from gatesight_hf.methods import RandomScorer, StreamingLLM
 from gatesight_hf.models._compat import cache_argument
-from gatesight_hf.session import prefill
 
 #: Tokens whose loss is measured, and how many come before them.
 TARGETS = 256

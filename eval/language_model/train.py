@@ -34,9 +34,9 @@ from transformers import Qwen3_5ForCausalLM
 
 from gatesight_eval.backends.controls import empty_attention_cache
 from gatesight_hf import GateSightCache
+from gatesight_hf.cache import prefill
 from gatesight_hf.methods import RandomScorer
 from gatesight_hf.models._compat import cache_argument
-from gatesight_hf.session import prefill
 
 #: Shares of real text.
 KIND_SHARES = {"documentation": 0.55, "book": 0.25, "code": 0.20}

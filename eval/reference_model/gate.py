@@ -19,10 +19,10 @@ from tqdm import tqdm
 
 from gatesight_eval.backends.controls import empty_attention_cache
 from gatesight_hf import GateSightCache
+from gatesight_hf.cache import prefill
 from gatesight_hf.methods import RandomScorer
 from gatesight_hf.models._compat import cache_argument
 from gatesight_hf.reference import MODEL_PATH, documents, load_model, load_tokenizer
-from gatesight_hf.session import prefill
 
 GATES = {"niah_single_1": 0.95, "niah_single_2": 0.95, "niah_multikey": 0.90}
 EMPTIED_SHARE = 0.35

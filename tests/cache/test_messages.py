@@ -9,13 +9,13 @@ from torch import Tensor
 
 import gatesight_kernels as kernels
 from gatesight_hf import Estimator, EstimatorConfig, FrozenCache, GateSightCache, Session, methods
+from gatesight_hf.cache import prefill
 from gatesight_hf.commands.publishing import prepare
 from gatesight_hf.compaction import allocate, select, select_global
 from gatesight_hf.files import hub
 from gatesight_hf.models import HybridSpec, attach, loading
 from gatesight_hf.reference import load_model, load_tokenizer
 from gatesight_hf.scoring import Scores
-from gatesight_hf.session import prefill
 from gatesight_hf.training.collect import Sampling, document_tensors
 from gatesight_hf.training.documents import read_texts
 from gatesight_hf.training.fit import FitOptions, fit

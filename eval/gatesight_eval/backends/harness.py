@@ -35,10 +35,10 @@ from lm_eval.models.utils_hf import stop_sequences_criteria
 from tqdm import tqdm
 
 from gatesight_hf import GateSightCache, Scorer
+from gatesight_hf.cache import prefill
 from gatesight_hf.compaction.budget import check_kept_fraction
 from gatesight_hf.models._compat import cache_argument
 from gatesight_hf.scoring import Recorder
-from gatesight_hf.session import prefill
 
 from ..suites.prompting import truncate_middle
 from ..suites.ruler.templates import CWE, FWE, NIAH, QA, VT

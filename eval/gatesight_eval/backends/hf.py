@@ -13,12 +13,12 @@ from torch import Tensor
 
 import gatesight_hf
 from gatesight_hf import GateSightCache, Scorer
+from gatesight_hf.cache import prefill
 from gatesight_hf.cache.identity import weights_digest
 from gatesight_hf.entries import storage_bytes
 from gatesight_hf.methods import OracleScorer
 from gatesight_hf.models._compat import cache_argument
 from gatesight_hf.scoring import Needs, Recorder, Scores
-from gatesight_hf.session import prefill
 
 from .base import Answer, Backend, CellResult, ContextResult, Request, check_length
 from .controls import empty_attention_cache

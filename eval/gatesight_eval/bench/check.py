@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gatesight_hf import Estimator, GateSightCache
+from gatesight_hf.cache import prefill
 from gatesight_hf.models import HybridSpec, attach, find_modules
 from gatesight_hf.models import listening as signals
 from gatesight_hf.models.families import GDNAdapter, adapter_for
 from gatesight_hf.scoring import Prefill
 from gatesight_hf.scoring.features import SIGNALS
-from gatesight_hf.session import prefill
 
 from .model import inputs_of
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from gatesight_hf import Estimator, EstimatorConfig, GateSightCache
+from gatesight_hf.cache import prefill
 from gatesight_hf.models import HybridSpec, attach
 from gatesight_hf.scoring import Needs, Prefill, Recorder
 from gatesight_hf.scoring.features import age_features
-from gatesight_hf.session import prefill
 
 #: Layers of the slice, three GDN layers and the attention layer above them, and of the whole model.
 SLICE_LAYERS, WHOLE_LAYERS = 4, 64

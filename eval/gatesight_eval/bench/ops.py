@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gatesight_hf import Estimator
-from gatesight_hf.cache import GateSightCache
+from gatesight_hf.cache import GateSightCache, prefill
 from gatesight_hf.compaction import select
 from gatesight_hf.entries import GateSightAttentionLayer
 from gatesight_hf.models import HybridSpec, attach, find_modules
@@ -16,7 +16,6 @@ from gatesight_hf.models import listening as signals
 from gatesight_hf.models.families import GDNAdapter, adapter_for
 from gatesight_hf.scoring import Prefill
 from gatesight_hf.scoring.features import SIGNALS
-from gatesight_hf.session import prefill
 
 from .check import (
     Check,

@@ -12,13 +12,12 @@ from torch import Tensor, device
 from transformers import DynamicCache
 
 from gatesight_hf import Estimator, GateSightCache, Scorer
-from gatesight_hf.cache import compacting
+from gatesight_hf.cache import compacting, prefill
 from gatesight_hf.cache.calls import CallFollower
 from gatesight_hf.cache.context import Context
 from gatesight_hf.entries import GateSightAttentionLayer
 from gatesight_hf.models import HybridSpec, attach, listening
 from gatesight_hf.scoring import Needs, Prefill
-from gatesight_hf.session import prefill
 
 from .check import Check, check_compaction, check_scores, require
 from .machine import PeakMeter, Stopwatch, around_calls, clock

@@ -22,10 +22,10 @@ from tqdm import tqdm
 
 import gatesight_hf
 from gatesight_hf import Estimator, GateSightCache
+from gatesight_hf.cache import prefill
 from gatesight_hf.commands.quiet import quiet
 from gatesight_hf.models.loading import REFERENCE, load_named
 from gatesight_hf.reference import ESTIMATOR_PATH
-from gatesight_hf.session import prefill
 
 from ..metrics.registry import score
 from ..reports.stats import PairedBootstrap

@@ -5,43 +5,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
 
-from gatesight_kernels.checks import INTEGERS, check_bool, check_tensor, check_whole_number, described
+from gatesight_kernels.checks import check_bool, check_whole_number, described
 
-from .cache.cache import GateSightCache
-from .cache.report import CacheReport
-from .checks import check_model, check_text, check_tokenizer
-from .errors import CacheStateError
-from .models._compat import CACHE_ARGUMENTS, cache_argument
-from .scoring.estimator import Estimator
-from .scoring.interface import Scorer
-
-
-def prefill(model: Any, ids: Tensor, cache: Cache, chunk_size: int | None = None) -> None:
-    """Run a model over a context, without its logits.
-
-    Args:
-        model: The model of the cache.
-        ids: `[B, T]`.
-        cache: Receives the context; a GateSight cache is not compacted here.
-        chunk_size: Tokens per forward; None runs one.
-
-    Raises:
-        TypeError: No model, or no cache.
-        ValueError: No ids, or a chunk size that is no whole number of 1 or more.
-    """
-    check_model(model)
-    check_tensor("ids", ids, "[B, T]", INTEGERS)
-    if not ids.numel():
-        raise ValueError(f"ids must hold tokens, got {described(ids)}.")
-    if not isinstance(cache, Cache):
-        raise TypeError(f"cache must be a cache of transformers, got {described(cache)}.")
-    check_whole_number("prefill_chunk_size", chunk_size, or_none=True)
-    with torch.no_grad():
-        for chunk in ids.split(chunk_size or ids.shape[1], dim=1):
-            model(chunk, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
-
+from ..cache.cache import GateSightCache
+from ..cache.prefill import prefill
+from ..cache.report import CacheReport
+from ..checks import check_model, check_text, check_tokenizer
+from ..errors import CacheStateError
+from ..models._compat import CACHE_ARGUMENTS, cache_argument
+from ..scoring.estimator import Estimator
+from ..scoring.interface import Scorer
 
 #: For messages about texts.
 ONE_DOCUMENT = "; a session holds one document"
