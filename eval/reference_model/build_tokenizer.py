@@ -1,4 +1,4 @@
-"""Write the reference model's tokenizer: lower-cased words, punctuation and single digits.
+"""Write the reference model's tokenizer, lower-cased words, punctuation and single digits, and its chat template.
 
 python eval/reference_model/build_tokenizer.py gatesight_hf/reference/model
 """
@@ -9,6 +9,13 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from gatesight_hf.reference.words import END, PAD, UNKNOWN, vocabulary
+
+#: A conversation as the model was trained on it: a document, questions and answers, each ended by `<eos>`.
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+    {{- message['content'] }}{{ ' ' + eos_token if message['role'] == 'assistant' }}{{ '\\n' }}
+{%- endfor -%}
+"""
 
 
 def build() -> PreTrainedTokenizerFast:
@@ -26,6 +33,7 @@ def build() -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         model_max_length=4096,
         model_input_names=["input_ids", "attention_mask"],
+        chat_template=CHAT_TEMPLATE,
     )
 
 

@@ -250,7 +250,8 @@ class GateSightCache(HookedCache):
             SessionMismatchError: It belongs to another model, tokenizer or scorer.
             UnsupportedModelError, EstimatorMismatchError: See `GateSightCache`.
         """
-        return saving.load(cls, path, model, tokenizer, scorer)
+        cache, _ = saving.load(cls, path, model, tokenizer, scorer)
+        return cache
 
     # -- reports -------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,9 @@ from ..entries.held import Extent
 from ..files.tensor_files import CHECKSUM, parse_json
 from .identity import Identity
 
-FORMAT, FORMAT_VERSION = "gatesight-cache", 2
+FORMAT, FORMAT_VERSION = "gatesight-cache", 3
+#: Those that can be read; 2 had no `session`.
+READABLE = ("2", "3")
 #: Beyond every length and number of rows.
 MOST = 2**31
 PHASES = ("prefill", "score", "compact")
@@ -30,6 +32,7 @@ class SavedCache:
         seconds: Wall time by phase.
         ids: `[B, context + tail]`, int64, or None.
         padding: `[B, context + tail]`, bool, False at pads, or None.
+        session: What a session around the cache adds, JSON that is checked where it is used; None without one.
     """
 
     identity: Identity
@@ -39,6 +42,7 @@ class SavedCache:
     seconds: dict[str, float]
     ids: Tensor | None
     padding: Tensor | None
+    session: dict[str, Any] | None = None
 
 
 def parse_header(metadata: dict[str, str]) -> tuple[SavedCache, list[Any]]:
@@ -49,13 +53,14 @@ def parse_header(metadata: dict[str, str]) -> tuple[SavedCache, list[Any]]:
     """
     if metadata.get("format") != FORMAT:
         raise ValueError("a safetensors file, but not one of a saved cache or session")
-    if metadata.get("format_version") != str(FORMAT_VERSION):
+    if metadata.get("format_version") not in READABLE:
         raise ValueError(
-            f"format version {short(metadata.get('format_version'))}; this gatesight_hf reads {FORMAT_VERSION}: "
+            f"format version {short(metadata.get('format_version'))}; this gatesight_hf reads {', '.join(READABLE)}: "
             "upgrade gatesight_hf, or save the session anew"
         )
-    _keys("the metadata", metadata, {"format", "format_version", CHECKSUM, "cache"})
-    data = parse_json(metadata["cache"].encode("utf-8", "surrogatepass"))
+    of_session = {"session"} & set(metadata) if metadata["format_version"] != "2" else set()
+    _keys("the metadata", metadata, {"format", "format_version", CHECKSUM, "cache"} | of_session)
+    data = _object(metadata["cache"])
     _keys("cache", data, {"model", "tokenizer", "scorer", "options", "layers", "extent", "plan", "seconds"})
     _keys("model", data["model"], {"model_type", "layout", "dtype", "configuration", "weights"})
     _keys("options", data["options"], {f.name for f in fields(CompactionOptions)})
@@ -88,8 +93,13 @@ def parse_header(metadata: dict[str, str]) -> tuple[SavedCache, list[Any]]:
         seconds=seconds,
         ids=None,
         padding=None,
+        session=_object(metadata["session"]) if of_session else None,
     )
     return saved, data["layers"]
+
+
+def _object(text: str) -> dict[str, Any]:
+    return parse_json(text.encode("utf-8", "surrogatepass"))
 
 
 def _keys(what: str, data: Any, names: set[str]) -> None:

@@ -18,8 +18,8 @@ from .storage import AbsentScorer, CacheFile, save_cache
 from .tokens import Tokens
 
 
-def save(context: Context, path: str | Path, tokenizer: Any) -> None:
-    """See `GateSightCache.save`."""
+def save(context: Context, path: str | Path, tokenizer: Any, session: dict[str, Any] | None = None) -> None:
+    """See `GateSightCache.save`; `session` is JSON that `load` gives back."""
     if not context.is_compacted or context.plan is None:
         raise CacheStateError("Only a compacted cache can be saved: prefill a context and call compact() first.")
     if context.options.grows:
@@ -39,12 +39,15 @@ def save(context: Context, path: str | Path, tokenizer: Any) -> None:
         seconds=context.seconds,
         ids=context.tokens.ids,
         padding=context.tokens.padding,
+        session=session,
     )
     save_cache(path, saved, layers)
 
 
-def load(cache_class: Any, path: str | Path, model: Any, tokenizer: Any, scorer: Scorer | None) -> Any:
-    """See `GateSightCache.load`."""
+def load(
+    cache_class: Any, path: str | Path, model: Any, tokenizer: Any, scorer: Scorer | None
+) -> tuple[Any, dict[str, Any] | None]:
+    """See `GateSightCache.load`: the cache, and what a session added."""
     with CacheFile(path) as file:
         file.check(Identity.of(model, tokenizer, scorer))
         cache = cache_class(scorer or AbsentScorer(file.saved.identity.scorer), model, **asdict(file.saved.options))
@@ -56,7 +59,7 @@ def load(cache_class: Any, path: str | Path, model: Any, tokenizer: Any, scorer:
         saved = file.load_layers(layers, token.device)
     context.recording, context.plan, context.seconds = None, saved.plan, saved.seconds
     context.tokens = Tokens(saved.extent.context + saved.extent.tail, saved.ids, saved.padding)
-    return cache
+    return cache, saved.session
 
 
 def _held_by_files(layers: Sequence[Any]) -> list[Any]:

@@ -1,12 +1,14 @@
 """Compacted caches as files: one safetensors file with all layers' tensors, and what they belong to in its metadata.
 
-Format 2. Metadata (`header`): `format` and `format_version`; `sha256` of everything else (`files.tensor_files`); and
+Format 3. Metadata (`header`): `format` and `format_version`; `sha256` of everything else (`files.tensor_files`); and
 `cache`, a JSON object:
 
 - `model`, `tokenizer`, `scorer`: what the cache was made with (`identity`); the tokenizer may be null.
 - `options`: of `CompactionOptions`, none of a cache that grows. `layers`: each layer's `kind`, by absolute index.
 - `extent`: `rows`, `context` and `tail` (`entries.Extent`). The logical length is context + tail.
 - `plan`: `achieved_fraction`, `kv_bytes_before`; `seconds`: as in the report.
+
+A session adds `session`, a JSON object (`gatesight_hf.session.saving`); format 2 had none.
 
 Tensors: `ids` int64 and `padding` bool `[B, context + tail]`, where known; `kept` int64 and, where known, `gate_means`
 float64 `[B, L]`; and `layers.{index}.{name}` for each tensor of a layer's `state`.
@@ -85,6 +87,8 @@ def save_cache(path: str | Path, saved: SavedCache, layers: Sequence[Layer]) -> 
         "seconds": saved.seconds,
     }
     metadata = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "cache": json.dumps(content)}
+    if saved.session is not None:
+        metadata["session"] = json.dumps(saved.session)
     write_tensor_file(path, tensors, metadata)
 
 

@@ -17,7 +17,7 @@ from ..files.cards import estimator_card
 from ..files.hub import Upload, check_repo_id, push
 from ..models.hybrid import HybridSpec, check_spec
 from .features import AGES, SIGNALS
-from .interface import Needs, Prefill
+from .interface import Needs, Prefill, Scorer
 from .mlp import CONFIG_NAME, FORMAT_VERSION, MLPConfig, MLPScorer, check_format
 
 COMMIT_MESSAGE = "GateSight estimator"
@@ -189,3 +189,8 @@ class Estimator(MLPScorer[EstimatorConfig]):
             token=token,
             default_card=estimator_card(about, repo_id),
         )
+
+
+def scorer_from(estimator: str | Path | Scorer, **hub_options: Any) -> Scorer:
+    """A scorer itself, or the estimator of a folder or Hub repo; see `Estimator.from_pretrained`."""
+    return estimator if isinstance(estimator, Scorer) else Estimator.from_pretrained(estimator, **hub_options)

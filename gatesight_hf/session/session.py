@@ -1,40 +1,28 @@
 """Session: a document is prefilled and compacted once; every question is answered from a fork of it."""
 
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from tqdm import tqdm
 
 from gatesight_kernels.checks import check_bool, check_whole_number, described
 
 from ..cache.cache import GateSightCache
-from ..cache.prefill import prefill
 from ..cache.report import CacheReport
 from ..checks import check_model, check_text, check_tokenizer
 from ..errors import CacheStateError
-from ..models._compat import CACHE_ARGUMENTS, cache_argument
-from ..scoring.estimator import Estimator
+from ..scoring.estimator import scorer_from
 from ..scoring.interface import Scorer
+from .answering import ONE_DOCUMENT, answer, answer_many, check_question, decoded, stream
+from .conversation import Conversation
+from .document import Document
+from .prompts import Message, RawPrompt, Turn, prompt_for
+from .saving import load, save
 
-#: For messages about texts.
-ONE_DOCUMENT = "; a session holds one document"
-#: What `ask` gives to `generate` itself.
-_OWN = frozenset({*CACHE_ARGUMENTS, "inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids"})
-
-
-def _scorer(
-    estimator: str | Path | Scorer,
-    revision: str | None,
-    token: str | bool | None,
-    cache_dir: str | Path | None,
-    local_files_only: bool,
-) -> Scorer:
-    if isinstance(estimator, Scorer):
-        return estimator
-    return Estimator.from_pretrained(
-        estimator, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
-    )
+#: Of an answer, unless a call says otherwise.
+MAX_NEW_TOKENS = 256
 
 
 class Session:
@@ -43,23 +31,26 @@ class Session:
     Args:
         model: The hybrid model.
         tokenizer: Its tokenizer.
-        cache: A cache that holds the document, compacted.
+        cache: A cache of one row that holds the document, compacted. Questions follow it as raw text; `open` is for
+            chat templates.
 
     Raises:
         TypeError: No model, no tokenizer, or no GateSight cache.
         CacheStateError: The cache is not compacted.
+        ValueError: It has several rows.
     """
 
     def __init__(self, model: Any, tokenizer: Any, cache: GateSightCache) -> None:
         check_model(model)
         check_tokenizer(tokenizer)
-        if not isinstance(cache, GateSightCache):
-            raise TypeError(f"cache must be a GateSightCache, got {described(cache)}.")
-        if not cache.is_compacted:
-            raise CacheStateError("cache is not compacted: prefill the document and call compact() before it is asked.")
         self.model = model
         self.tokenizer = tokenizer
-        self.cache = cache
+        self._document = Document(cache, RawPrompt(tokenizer, begun=True))
+        self._conversation = Conversation()
+
+    def _with(self, document: Document, turns: Sequence[Turn] = ()) -> "Session":
+        self._document, self._conversation = document, Conversation(turns)
+        return self
 
     @classmethod
     def open(
@@ -69,118 +60,194 @@ class Session:
         estimator: str | Path | Scorer,
         text: str,
         *,
-        kept_fraction: float = 0.1,
+        system: str | None = None,
+        chat: bool | None = None,
+        template_options: Mapping[str, Any] | None = None,
         protected_prefix: int = 0,
-        allocation: str = "gate",
-        recompact_every: int | None = None,
-        entries_dtype: str | None = None,
-        protected_suffix: int = 0,
         prefill_chunk_size: int | None = None,
         revision: str | None = None,
         token: str | bool | None = None,
         cache_dir: str | Path | None = None,
         local_files_only: bool = False,
+        **options: Any,
     ) -> "Session":
         """Prefill a document and compact its cache.
+
+        With a chat template the document opens the first user turn, and a question closes it: the ids of both are those
+        of `apply_chat_template` for `document + "\\n\\n" + question`. What the template has before the document, the
+        system text too, always stays.
 
         Args:
             model: The hybrid model.
             tokenizer: Its tokenizer.
             estimator: Folder of an estimator, its repo on the Hub, or a scorer.
             text: The document.
-            kept_fraction, protected_prefix, allocation, recompact_every, entries_dtype, protected_suffix: See
-                `GateSightCache`.
+            system: Text of a system message.
+            chat: Whether to use the tokenizer's chat template; None does where there is one.
+            template_options: Variables of the template, such as `{"enable_thinking": False}`, and `tools`.
+            protected_prefix: First tokens of the document that always stay, besides what stands before it.
             prefill_chunk_size: Tokens per forward; None prefills in one.
             revision, token, cache_dir, local_files_only: See `Estimator.from_pretrained`.
+            options: The others of `GateSightCache`, such as `kept_fraction`.
 
         Raises:
-            TypeError: The text is no string.
-            OSError, ValueError: The document has no tokens, or see `GateSightCache.from_pretrained`.
+            TypeError: The text is no string, or an option is not the template's.
+            OSError, ValueError: The document has no tokens, its chat template does not let a question follow a
+                document, or see `GateSightCache.from_pretrained`.
         """
         check_text("text", text, ONE_DOCUMENT)
         check_model(model)
         check_tokenizer(tokenizer)
+        if system is not None:
+            check_text("system", system)
         check_whole_number("prefill_chunk_size", prefill_chunk_size, or_none=True)
-        scorer = _scorer(estimator, revision, token, cache_dir, local_files_only)
-        cache = GateSightCache(
-            scorer,
-            model,
-            kept_fraction,
-            protected_prefix,
-            allocation,
-            recompact_every=recompact_every,
-            entries_dtype=entries_dtype,
-            protected_suffix=protected_suffix,
+        check_whole_number("protected_prefix", protected_prefix, 0)
+        prompt = prompt_for(tokenizer, system, chat, template_options)
+        scorer = scorer_from(
+            estimator, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
         )
-        ids = tokenizer(text, return_tensors="pt").input_ids.to(model.device)
-        if ids.shape[1] == 0:
-            raise ValueError("The document, text, has no tokens.")
-        prefill(model, ids, cache, prefill_chunk_size)
-        cache.compact()
-        return cls(model, tokenizer, cache)
+        document = Document.read(model, scorer, prompt, text, prefill_chunk_size, protected_prefix, options)
+        return cls(model, tokenizer, document.cache)._with(document)
+
+    @property
+    def cache(self) -> GateSightCache:
+        """Of the document; `fork()` it to use it by hand."""
+        return self._document.cache
 
     def add(self, text: str, prefill_chunk_size: int | None = None) -> None:
-        """Append a text to what all later questions see. If this fails, the session is as before.
+        """Append a text to the document, for all later questions. If this fails, the session is as before.
 
         Raises:
             TypeError: The text is no string.
             ValueError: It has no tokens.
+            CacheStateError: A conversation has begun.
         """
-        ids, cache = self._ids(text, "text"), self.cache.fork()
-        prefill(self.model, ids, cache, prefill_chunk_size)
-        self.cache = cache
+        check_text("text", text, ONE_DOCUMENT)
+        if self._conversation.turns:
+            raise CacheStateError("A conversation about the document has begun: call reset_chat() to add to it.")
+        self._document = self._document.added(self.model, text, prefill_chunk_size)
 
-    def ask(self, question: str, max_new_tokens: int = 64, *, keep: bool = False, **generate_options: Any) -> str:
-        """The model's continuation of document + question; greedy unless `generate_options` say otherwise.
+    # -- questions -----------------------------------------------------------------------------------------------------
 
-        Questions do not see each other: each runs on a fork, with its own GDN states.
+    def ask(self, question: str, max_new_tokens: int = MAX_NEW_TOKENS, **generate_options: Any) -> str:
+        """The answer to a question about the document; greedy unless `generate_options` say otherwise.
+
+        Questions see neither each other nor the conversation: each runs on a fork, with its own GDN states.
 
         Args:
             question: Its text.
-            max_new_tokens: Of the answer.
-            keep: Whether question and answer become part of the session, for a conversation. If this fails, the session
-                is as before.
+            max_new_tokens: Of the answer, which ends before that where the model's generation config says.
             generate_options: See `generate` of the model; nothing that stands for the question itself.
 
         Raises:
             TypeError: The question is no string, or an option stands for it.
             ValueError: The question has no tokens, `max_new_tokens` below 1, or options that give several sequences.
         """
-        if given := sorted(_OWN.intersection(generate_options)):
-            raise TypeError(
-                f"ask() makes {given[0]} of the question by itself: leave it out, or call generate of the model with "
-                "session.cache.fork()."
-            )
-        check_whole_number("max_new_tokens", max_new_tokens)
-        check_bool("keep", keep)
-        ids, cache = self._ids(question, "question"), self.cache.fork()
-        seen = cache.get_seq_length()
-        output = self.model.generate(
-            ids,
-            attention_mask=torch.ones((1, seen + ids.shape[1]), dtype=torch.long, device=ids.device),
-            max_new_tokens=max_new_tokens,
-            **{"do_sample": False, **generate_options, cache_argument(self.model): cache},
-        )
-        sequences = getattr(output, "sequences", output)
-        if len(sequences) > 1:
-            raise ValueError(
-                "ask() gives one answer; for num_return_sequences call generate with session.cache.fork()."
-            )
-        if keep:
-            if cache.batch_size > 1:
-                cache = self.cache.fork()  # of beams it holds several, and the best may not be among them
-            # The last token was chosen, but the model has not read it.
-            prefill(self.model, sequences[:, cache.get_seq_length() - seen :], cache)
-            self.cache = cache
-        return self.tokenizer.decode(sequences[0, ids.shape[1] :], skip_special_tokens=True).strip()
+        check_question("ask", question, max_new_tokens, generate_options)
+        ids = self._document.prompt.turn((), question)
+        return decoded(self.tokenizer, answer(self.model, self.cache.fork(), ids, max_new_tokens, generate_options))
 
-    def save(self, path: str | Path) -> None:
-        """Write the document's cache into one file; see `GateSightCache.save`.
+    def ask_many(
+        self,
+        questions: Sequence[str],
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        *,
+        batch_size: int = 16,
+        **generate_options: Any,
+    ) -> list[str]:
+        """The answers to many questions, each as by `ask`; those of equally many tokens are answered together.
+
+        Args:
+            questions: Their texts.
+            max_new_tokens, generate_options: See `ask`.
+            batch_size: Questions answered together at most; each takes a copy of the kept entries.
 
         Raises:
-            CacheStateError, OSError, ValueError: See there.
+            TypeError, ValueError: See `ask`; nothing is answered if a question is wrong.
         """
-        self.cache.save(path, tokenizer=self.tokenizer)
+        if isinstance(questions, str) or not isinstance(questions, Sequence):
+            raise TypeError(f"questions must be a list of strings, got {described(questions)}; ask() takes one.")
+        check_whole_number("batch_size", batch_size)
+        for question in questions:
+            check_question("ask_many", question, max_new_tokens, generate_options, more=("streamer",))
+        ids = [self._document.prompt.turn((), question) for question in questions]
+        with tqdm(total=len(ids), desc="questions", unit="question", leave=False, disable=None) as bar:
+            limits = [max_new_tokens] * len(ids)
+            (found,) = answer_many(self.model, self.cache, ids, limits, batch_size, generate_options, bar.update)
+        return [decoded(self.tokenizer, answered) for answered in found]
+
+    def stream(
+        self, question: str, max_new_tokens: int = MAX_NEW_TOKENS, *, chat: bool = False, **generate_options: Any
+    ) -> Iterator[str]:
+        """The answer in pieces, as soon as they are known; joined, they are that of `ask` or `chat`.
+
+        Leave the loop early, and the generation ends and the session is as it was. An error of the model is raised in
+        the loop. Do not use the model in the loop: it is at work, in another thread.
+
+        Args:
+            question, max_new_tokens, generate_options: See `ask`; no beams.
+            chat: Whether it is a turn of the conversation, which is kept once the loop has ended by itself.
+
+        Raises:
+            TypeError, ValueError: See `ask`.
+        """
+        check_question("stream", question, max_new_tokens, generate_options, more=("streamer",))
+        check_bool("chat", chat)
+        before, ids = self._begun(question) if chat else (self.cache, self._document.prompt.turn((), question))
+        child = before.fork()
+
+        def take_in(text: str) -> None:
+            if chat:
+                self._conversation.end(Turn(question, text), before, child)
+
+        run = partial(answer, self.model, child, ids, max_new_tokens)
+        return stream(self.tokenizer, generate_options, run, take_in)
+
+    # -- the conversation ----------------------------------------------------------------------------------------------
+
+    def chat(self, question: str, max_new_tokens: int = MAX_NEW_TOKENS, **generate_options: Any) -> str:
+        """The answer to the next question of a conversation, which sees those before it.
+
+        What the model reads is what the chat template makes of the whole conversation: turns that it drops or rewrites,
+        such as reasoning, are read anew without that. If this fails, the conversation is as before.
+
+        Args:
+            question, max_new_tokens, generate_options: See `ask`.
+
+        Raises:
+            TypeError, ValueError: See `ask`; or the template refuses the conversation.
+        """
+        check_question("chat", question, max_new_tokens, generate_options)
+        before, ids = self._begun(question)
+        child = before.fork()
+        text = decoded(self.tokenizer, answer(self.model, child, ids, max_new_tokens, generate_options))
+        self._conversation.end(Turn(question, text), before, child)
+        return text
+
+    def _begun(self, question: str) -> tuple[GateSightCache, list[int]]:
+        return self._conversation.begin(self.model, self._document, question)
+
+    @property
+    def history(self) -> list[Message]:
+        """The conversation so far, as messages with `role` and `content`; without the document. A copy."""
+        return [message for turn in self._conversation.turns for message in turn.messages()]
+
+    def reset_chat(self) -> None:
+        """Forget the conversation; the document stays."""
+        self._conversation = Conversation()
+
+    # -- files and reports ---------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write document and conversation into one file; see `GateSightCache.save`.
+
+        The file holds the document's cache, and the conversation and the document's last characters as text; the caches
+        of the conversation are made anew from that with its next turn.
+
+        Raises:
+            CacheStateError, OSError, ValueError: See there; or template options that are no JSON.
+        """
+        save(path, self.tokenizer, self._document, self._conversation.turns)
 
     @classmethod
     def load(
@@ -189,11 +256,6 @@ class Session:
         model: Any,
         tokenizer: Any,
         estimator: str | Path | Scorer | None = None,
-        *,
-        revision: str | None = None,
-        token: str | bool | None = None,
-        cache_dir: str | Path | None = None,
-        local_files_only: bool = False,
     ) -> "Session":
         """Open a saved session: the document is not prefilled again, and answers are the same.
 
@@ -201,22 +263,15 @@ class Session:
             path: The file that `save` wrote.
             model, tokenizer: Those it was saved with.
             estimator: As in `open`, to make sure that the document was compacted with it.
-            revision, token, cache_dir, local_files_only: See `Estimator.from_pretrained`.
 
         Raises:
-            FileNotFoundError, SessionFileError, SessionMismatchError: See `GateSightCache.load`.
+            FileNotFoundError, SessionFileError, SessionMismatchError: See `GateSightCache.load`; or the tokenizer has
+                another chat template than it had.
             OSError, ValueError: See `Estimator.from_pretrained`.
         """
-        scorer = None if estimator is None else _scorer(estimator, revision, token, cache_dir, local_files_only)
-        return cls(model, tokenizer, GateSightCache.load(path, model, tokenizer=tokenizer, scorer=scorer))
+        document, turns = load(path, model, tokenizer, None if estimator is None else scorer_from(estimator))
+        return cls(model, tokenizer, document.cache)._with(document, turns)
 
     def report(self) -> CacheReport:
         """Lengths, bytes and seconds of the document's cache."""
         return self.cache.report()
-
-    def _ids(self, text: str, kind: str) -> Tensor:
-        check_text(kind, text, ONE_DOCUMENT)
-        ids = self.tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids.to(self.model.device)
-        if ids.shape[1] == 0:
-            raise ValueError(f"The {kind} has no tokens.")
-        return ids
