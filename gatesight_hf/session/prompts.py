@@ -10,7 +10,6 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -118,7 +117,8 @@ class RawPrompt(Prompt):
 class ChatPrompt(Prompt):
     """The tokenizer's chat template: a system text, then the document and a question as the first user turn.
 
-    Ids are those of `apply_chat_template` for all messages. A text is tokenized with the last characters before it,
+    Ids are those of `apply_chat_template` for all messages; what it says before the document, such as a date, stays as
+    it was when that was read. A text is tokenized with the last characters before it,
     since a tokenizer may join both; where it does at the border of document and question, the joined tokens count as
     the question's, and a question that joins more is an error.
 
@@ -126,7 +126,6 @@ class ChatPrompt(Prompt):
         tokenizer: With a chat template.
         system: Text of a system message, or None for no such message.
         options: Variables of the template, such as `enable_thinking`, and `tools`.
-        opened: What the template is told the time is, so that a date in its head stays as the document was read.
         tail: Text before what comes next: the document's last characters; None before a document.
         tail_ids: How these begin, tokenized by themselves, up to the border.
     """
@@ -134,7 +133,6 @@ class ChatPrompt(Prompt):
     tokenizer: Any
     system: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    opened: datetime = field(default_factory=datetime.now)
     tail: str | None = None
     tail_ids: tuple[int, ...] = ()
 
@@ -148,8 +146,7 @@ class ChatPrompt(Prompt):
         first = self.tail is None
         if not text.strip():
             raise ValueError("The document, text, has no tokens." if first else "The text has no tokens.")
-        before = self._as_shown(text) if self.tail is None else self.tail + text
-        whole = before + SEPARATOR
+        whole = (self._shown(text) if self.tail is None else self.tail + text) + SEPARATOR
         ids, after = self._ids(whole), self._ids(whole + PROBES[0])
         for tail in (whole[-TAIL:], whole):  # the end tells where tokens end, or else all of it does
             of_tail = self._ids(tail)
@@ -163,17 +160,14 @@ class ChatPrompt(Prompt):
         prompt = replace(self, tail=tail, tail_ids=tuple(of_tail[:border]))
         return prompt, known[len(self.tail_ids) :]
 
-    def _as_shown(self, text: str) -> str:
+    def _shown(self, text: str) -> str:
         """The template's text up to a document's end. It may trim what a user says, and must not change it."""
-        head, after = self._parts([], PROBES[0])
+        _, after = self._parts([], PROBES[0])
         shown = self._render([*self._system(), _user(text + SEPARATOR + PROBES[0])])
-        for document in (text, text.lstrip()):
-            if shown == head + document + SEPARATOR + after:
-                return head + document
-        raise ValueError(
-            "The chat template changes the document, or shows something else with it, so that its questions cannot "
-            f"follow it.{_WITHOUT}"
-        )
+        end = SEPARATOR + after
+        if not shown.endswith((text + end, text.lstrip() + end)):
+            raise ValueError(f"The chat template changes the document, so that a question cannot follow it.{_WITHOUT}")
+        return shown.removesuffix(end)
 
     def protected(self, ids: Sequence[int]) -> int:
         return common(ids, self._ids(self._parts([], PROBES[0])[0]))
@@ -182,7 +176,10 @@ class ChatPrompt(Prompt):
         assert self.tail is not None
         if not text.strip():
             raise ValueError("The question has no tokens.")
-        ids, known = self._ids(self.tail + self._parts(turns, text.strip())[1]), len(self.tail_ids)
+        head, after = self._parts(turns, text.strip())
+        if turns and head != self._parts([], text.strip())[0]:
+            raise ValueError("The chat template changes what stands before the document with the turns after it.")
+        ids, known = self._ids(self.tail + after), len(self.tail_ids)
         if tuple(ids[:known]) != self.tail_ids:
             raise ValueError(
                 f"The tokenizer joins the begin of the question {text[:40]!r} with the document's end: begin it with a "
@@ -198,10 +195,7 @@ class ChatPrompt(Prompt):
     def _render(self, messages: list[Message]) -> str:
         try:
             text = self.tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=True,
-                **{"strftime_now": self.opened.strftime, **self.options},
+                messages, tokenize=False, add_generation_prompt=True, **self.options
             )
         except TemplateError as error:
             raise ValueError(f"The chat template refuses these messages: {error}.{_WITHOUT}") from error
@@ -236,16 +230,15 @@ class ChatPrompt(Prompt):
             "kind": CHAT,
             "system": self.system,
             "options": options,
-            "opened": self.opened.isoformat(),
             "tail": self.tail,
             "tail_tokens": len(self.tail_ids),
             "template": self._digest(),
         }
 
     def _digest(self) -> str:
-        """Of what the template makes of two turns around a document: tells templates apart."""
-        shown = self._parts([Turn(PROBES[0], "It does.")], PROBES[0])
-        return hashlib.sha256(json.dumps(shown).encode()).hexdigest()[:16]
+        """Of what the template makes of two turns after a document: tells templates apart."""
+        _, after = self._parts([Turn(PROBES[0], "It does.")], PROBES[0])
+        return hashlib.sha256(after.encode()).hexdigest()[:16]
 
     def is_template(self, digest: str) -> bool:
         """Whether the tokenizer's template is the one that `saved` tells of."""
@@ -296,7 +289,7 @@ def prompt_for(
     if chat and not has_template:
         raise ValueError("chat=True: the tokenizer has no chat template. Set tokenizer.chat_template, or leave it out.")
     if chat:
-        return ChatPrompt(tokenizer, system, copy.deepcopy(dict(template_options or {})))
+        return ChatPrompt(tokenizer, system, copy.deepcopy(template_options or {}))
     if system is not None or template_options:
         given = "system" if system is not None else "template_options"
         raise ValueError(f"{given}: raw text has no chat template to put it in; put the text before the document.")

@@ -5,7 +5,6 @@ In the metadata of `gatesight_hf.cache.storage`, `session` is a JSON object of `
 """
 
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,11 @@ from ..scoring.interface import Scorer
 from .document import Document
 from .prompts import CHAT, RAW, ChatPrompt, RawPrompt, Turn
 
-#: What `ChatPrompt.saved` gives, and of which type; `opened` is checked where it is read.
+#: What `ChatPrompt.saved` gives, and of which type.
 _OF_CHAT: dict[str, tuple[type, ...]] = {
     "kind": (str,),
     "system": (str, type(None)),
     "options": (dict,),
-    "opened": (str,),
     "tail": (str,),
     "tail_tokens": (int,),
     "template": (str,),
@@ -47,11 +45,11 @@ def load(path: str | Path, model: Any, tokenizer: Any, scorer: Scorer | None) ->
             return raw, turns
         if ids is None:
             raise ValueError("it holds no ids")
-        prompt = ChatPrompt(tokenizer, saved["system"], saved["options"], datetime.fromisoformat(saved["opened"]))
+        prompt = ChatPrompt(tokenizer, saved["system"], saved["options"])
         same = bool(getattr(tokenizer, "chat_template", None)) and prompt.is_template(saved["template"])
         if same:
             return Document(cache, prompt.behind(saved["tail"], saved["tail_tokens"], ids[0].tolist())), turns
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ValueError, TypeError) as error:
         raise SessionFileError(f"{path}: what it says of its session cannot be: {error}") from error
     raise SessionMismatchError(
         f"{path}: saved with another chat template than the tokenizer has now. Set tokenizer.chat_template to that "
