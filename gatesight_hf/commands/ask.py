@@ -1,15 +1,9 @@
 """`gatesight ask`: questions to a document, or to a session that was saved of one."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from ..models.loading import REFERENCE, load_named
-from ..reference import ESTIMATOR_PATH
-from ..session import Session
-
-#: Options of a compaction, which a saved session has behind it.
-COMPACTION_OPTIONS = ("kept_fraction", "protected_prefix", "allocation", "prefill_chunk_size")
+from .opening import format_report, open_session
 
 
 def ask_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -21,47 +15,21 @@ def ask_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         FileNotFoundError, ValueError: Arguments that do not fit together, or files that cannot be used.
     """
-    given = {name: getattr(args, name) for name in COMPACTION_OPTIONS if getattr(args, name) is not None}
-    if args.session is not None and given:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ValueError(f"{options}: a saved session is compacted already; prefill its --document anew to change it.")
     if not args.question and args.save is None:
         raise ValueError("Nothing to do: give a --question, or --save to keep the session.")
-    if args.document is not None:
-        estimator = args.estimator or (ESTIMATOR_PATH if args.model == REFERENCE else None)
-        if estimator is None:
-            raise ValueError("--estimator is needed for any model but 'reference'.")
-        text = _read(args.document)
-        model, tokenizer = load_named(args.model)
-        session = Session.open(model, tokenizer, estimator, text, **given)
-    else:
-        model, tokenizer = load_named(args.model)
-        session = Session.load(args.session, model, tokenizer, args.estimator)
+    session = open_session(args)
     if args.save is not None:
         session.save(args.save)
-    answers = [
-        {"question": question, "answer": session.ask(question, max_new_tokens=args.max_new_tokens)}
-        for question in args.question
-    ]
+    found = session.ask_many(args.question, max_new_tokens=args.max_new_tokens, batch_size=args.batch_size)
+    answers = [{"question": question, "answer": text} for question, text in zip(args.question, found, strict=True)]
     saved = None if args.save is None else str(args.save)
     return {"answers": answers, "report": session.report().to_dict(), "saved": saved}
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a text file in UTF-8: {error}") from error
-
-
 def format_answers(result: dict[str, Any]) -> str:
     """The result for people."""
-    report = result["report"]
     lines = [f"{row['question']}\n    {row['answer']}" for row in result["answers"]]
-    lines.append(
-        f"{report['logical_length']} tokens; KV cache {report['kv_bytes_before']:,} -> {report['kv_bytes']:,} bytes "
-        f"(kept {report['achieved_fraction']:.3f}), GDN states {report['gdn_bytes']:,} bytes"
-    )
+    lines.append(format_report(result["report"]))
     if result["saved"] is not None:
         lines.append(f"Saved in {result['saved']}")
     return "\n".join(lines)

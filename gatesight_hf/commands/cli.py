@@ -29,19 +29,14 @@ def _demo(args: argparse.Namespace) -> None:
 
 
 def _add_ask(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    verb = verbs.add_parser("ask", help="ask questions to a document, or to a session saved of one")
-    verb.add_argument("--model", default="reference", help="'reference' (bundled), or a folder or Hub id")
-    verb.add_argument("--estimator", help="folder or Hub repo (default for the reference model: its own)")
-    source = verb.add_mutually_exclusive_group(required=True)
-    source.add_argument("--document", type=Path, help="text file to prefill")
-    source.add_argument("--session", type=Path, help="file that --save wrote: nothing is prefilled")
-    verb.add_argument("--question", action="append", default=[], help="text after the document; may be repeated")
-    verb.add_argument("--save", type=Path, help="file to keep the session in")
-    verb.add_argument("--kept-fraction", type=float, help="share of KV entries that stays, in (0, 1] (default: 0.1)")
-    verb.add_argument("--protected-prefix", type=int, help="first tokens that always stay (default: 0)")
-    verb.add_argument("--allocation", help="how layers share the budget (default: gate)")
-    verb.add_argument("--prefill-chunk-size", type=int, help="tokens per forward (default: all)")
-    verb.add_argument("--max-new-tokens", type=int, default=64, help="of an answer")
+    from .opening import add_source
+
+    verb = verbs.add_parser("ask", help="ask questions to documents, or to a session saved of them")
+    add_source(verb, one_of_them=True)
+    verb.add_argument("--question", action="append", default=[], help="text; may be repeated")
+    verb.add_argument("--save", type=Path, metavar="FILE", help="file to keep the session in")
+    verb.add_argument("--max-new-tokens", type=int, default=256, help="of an answer (default: %(default)s)")
+    verb.add_argument("--batch-size", type=int, default=16, help="questions answered together (default: %(default)s)")
     verb.add_argument("--json", action="store_true", help="print JSON")
     verb.set_defaults(run=_ask)
 
@@ -51,6 +46,24 @@ def _ask(args: argparse.Namespace) -> None:
 
     result = ask_from_arguments(args)
     print(json.dumps(result, indent=2) if args.json else format_answers(result))
+
+
+def _add_chat(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from .opening import add_source
+
+    verb = verbs.add_parser("chat", help="talk about documents, in the terminal")
+    add_source(verb, one_of_them=False)
+    verb.add_argument("--max-new-tokens", type=int, default=1024, help="of an answer (default: %(default)s)")
+    verb.add_argument(
+        "--sample", action="store_true", help="sample as the model's generation config says, not greedily"
+    )
+    verb.set_defaults(run=_chat)
+
+
+def _chat(args: argparse.Namespace) -> None:
+    from .chat import chat_from_arguments
+
+    chat_from_arguments(args)
 
 
 def _add_collection(verb: argparse.ArgumentParser) -> None:
@@ -228,7 +241,17 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="gatesight", description="Keep a tenth of a hybrid model's KV cache.")
     made.add_argument("--version", action="version", version=__version__)
     verbs = made.add_subparsers(required=True, metavar="VERB")
-    for add in (_add_demo, _add_ask, _add_train, _add_analyze, _add_serve, _add_inspect, _add_push, _add_evaluation):
+    for add in (
+        _add_demo,
+        _add_ask,
+        _add_chat,
+        _add_train,
+        _add_analyze,
+        _add_serve,
+        _add_inspect,
+        _add_push,
+        _add_evaluation,
+    ):
         add(verbs)
     return made
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 
 import gatesight_hf
 from gatesight_hf import GateSightCache, Scorer
@@ -17,8 +16,8 @@ from gatesight_hf.cache import prefill
 from gatesight_hf.cache.identity import weights_digest
 from gatesight_hf.entries import storage_bytes
 from gatesight_hf.methods import OracleScorer
-from gatesight_hf.models._compat import cache_argument
 from gatesight_hf.scoring import Needs, Recorder, Scores
+from gatesight_hf.session.answering import answer_many
 
 from .base import Answer, Backend, CellResult, ContextResult, Request, check_length
 from .controls import empty_attention_cache
@@ -34,8 +33,8 @@ class TransformersBackend(Backend):
         scorers: Makes the scorers.
         name: Of the model, for result files.
         prefill_chunk_size: Tokens per forward of a prefill; None prefills in one.
-        rows: Methods that are answered as rows of one batch, where they keep equally many entries. A batch holds a copy
-            of the context for each row, so this is for small models.
+        rows: Methods and questions that are answered as rows of one batch, where methods keep equally many entries and
+            questions have equally many tokens. A batch holds a copy of the context for each row.
     """
 
     def __init__(
@@ -193,32 +192,13 @@ class TransformersBackend(Backend):
         return sum(one.ids == other.ids for one, other in zip(result.answers, again, strict=True))
 
     def _answers(self, cache: GateSightCache, request: Request, rows: int) -> list[list[Answer]]:
-        """By row of the cache, an answer to each question; every question runs on a fork of its own."""
-        pairs = zip(request.questions, request.max_new_tokens, strict=True)
-        by_question = [self._greedy(cache.fork(), question, limit, rows) for question, limit in pairs]
-        return [list(of_row) for of_row in zip(*by_question, strict=True)]
+        """By row of the cache, an answer to each question; questions of equal length run together, on a fork."""
+        limits = list(request.max_new_tokens)
+        found = answer_many(self.model, cache, request.questions, limits, max(self.rows, rows), {})
+        return [[self._answer(ids) for ids in of_row] for of_row in found]
 
-    def _greedy(self, child: GateSightCache, question: Sequence[int], limit: int, rows: int) -> list[Answer]:
-        """One answer per row; a row ends at one of the model's end tokens."""
-        given = torch.tensor([list(question)] * rows, device=self.model.device)
-        new: list[list[int]] = [[] for _ in range(rows)]
-        ended = [False] * rows
-        with torch.no_grad():
-            for _ in range(limit):
-                tokens = self._logits(given, child).argmax(-1)
-                for row, token in enumerate(tokens.tolist()):
-                    ended[row] = ended[row] or token in self._ends
-                    if not ended[row]:
-                        new[row].append(token)
-                if all(ended):
-                    break
-                given = tokens.unsqueeze(1)
-        return [self._answer(ids, "end" if end else "length") for ids, end in zip(new, ended, strict=True)]
-
-    def _logits(self, ids: Tensor, cache: GateSightCache) -> Tensor:
-        """Of the last token, `[rows, vocabulary]`."""
-        output = self.model(ids, **{cache_argument(self.model): cache}, use_cache=True, logits_to_keep=1)
-        return output.logits[:, -1]
-
-    def _answer(self, ids: list[int], stop: str) -> Answer:
-        return Answer(tuple(ids), self.tokenizer.decode(ids, skip_special_tokens=True).strip(), stop)
+    def _answer(self, ids: list[int]) -> Answer:
+        ended = bool(ids) and ids[-1] in self._ends
+        ids = ids[:-1] if ended else ids
+        text = self.tokenizer.decode(ids, skip_special_tokens=True).strip()
+        return Answer(tuple(ids), text, "end" if ended else "length")
