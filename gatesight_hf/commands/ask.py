@@ -1,9 +1,9 @@
 """`gatesight ask`: questions to a document, or to a session that was saved of one."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
+from ..files.texts import read_documents
 from ..models.loading import REFERENCE, load_named
 from ..reference import ESTIMATOR_PATH
 from ..session import Session
@@ -31,7 +31,7 @@ def ask_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
         estimator = args.estimator or (ESTIMATOR_PATH if args.model == REFERENCE else None)
         if estimator is None:
             raise ValueError("--estimator is needed for any model but 'reference'.")
-        text = _read(args.document)
+        text = read_documents([args.document])
         model, tokenizer = load_named(args.model)
         session = Session.open(model, tokenizer, estimator, text, **given)
     else:
@@ -45,13 +45,6 @@ def ask_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
     ]
     saved = None if args.save is None else str(args.save)
     return {"answers": answers, "report": session.report().to_dict(), "saved": saved}
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a text file in UTF-8: {error}") from error
 
 
 def format_answers(result: dict[str, Any]) -> str:

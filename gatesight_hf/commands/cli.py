@@ -33,7 +33,7 @@ def _add_ask(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     verb.add_argument("--model", default="reference", help="'reference' (bundled), or a folder or Hub id")
     verb.add_argument("--estimator", help="folder or Hub repo (default for the reference model: its own)")
     source = verb.add_mutually_exclusive_group(required=True)
-    source.add_argument("--document", type=Path, help="text file to prefill")
+    source.add_argument("--document", type=Path, help="to prefill: text, Markdown, HTML or PDF; - is standard input")
     source.add_argument("--session", type=Path, help="file that --save wrote: nothing is prefilled")
     verb.add_argument("--question", action="append", default=[], help="text after the document; may be repeated")
     verb.add_argument("--save", type=Path, help="file to keep the session in")
