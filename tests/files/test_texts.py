@@ -121,7 +121,7 @@ def test_no_more_is_read_than_the_limits(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_missing_library_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, library in (("a.html", "bs4"), ("a.pdf", "pypdf")):
+    for name, library in (("a.pdf", "pypdf"), ("a.html", "lxml"), ("a.html", "bs4")):
         monkeypatch.setitem(sys.modules, library, None)
         with pytest.raises(ValueError, match=rf'{library}: pip install "gatesight-hf\[documents\]"'):
             read_documents([written(tmp_path / name, "text")])
@@ -190,6 +190,14 @@ def test_a_page_may_nest_without_end(tmp_path: Path) -> None:
     pytest.importorskip("bs4")
     nested = written(tmp_path / "a.html", "<div>" * 20_000 + "deep" + "</div>" * 20_000)
     assert read_documents([nested]) == "deep"
+
+
+@pytest.mark.parametrize("open_end", ["<a ", "<a b='", "<!--", "<?", "</", "<![", "<", "&a"])
+def test_what_is_left_open_takes_no_longer(open_end: str, tmp_path: Path) -> None:
+    """Parsers that look for the end anew at each beginning would take minutes."""
+    pytest.importorskip("bs4")
+    page = written(tmp_path / "a.html", "shown " + open_end * 100_000)
+    assert read_documents([page]).startswith("shown")
 
 
 # -- PDF ---------------------------------------------------------------------------------------------------------------
