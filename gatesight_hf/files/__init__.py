@@ -1,6 +1,7 @@
-"""Files and the Hub: safetensors whose sizes are checked before they are read, folders of estimators, model cards.
+"""Files and the Hub: safetensors whose sizes are checked before they are read, folders of estimators, model cards,
+documents that people have.
 
-Paths and repo names come in, from anyone; checked tensors, JSON and Markdown go out. Imports errors and checks only.
+Paths and repo names come in, from anyone; checked tensors, JSON and text go out. Imports errors and checks only.
 """
 
 from .hub import Folder, Repo, open_source

@@ -37,8 +37,12 @@ def load_named(name: str, dtype: str | None = None, device_map: str | dict[str, 
     return model, AutoTokenizer.from_pretrained(source)
 
 
-def load_config(name: str) -> Any:
+def load_config(name: str, revision: str | None = None) -> Any:
     """The configuration of a model by its name, or of a folder or file with nothing else.
+
+    Args:
+        name: `reference` (bundled), a folder, a Hub id, or a file.
+        revision: Branch, tag or commit of a Hub id; None is `main`.
 
     Raises:
         FileNotFoundError: No such folder.
@@ -50,7 +54,19 @@ def load_config(name: str) -> Any:
         from .. import reference
 
         return AutoConfig.from_pretrained(reference.MODEL_PATH)
-    return AutoConfig.from_pretrained(name if Path(name).is_file() else _source(name))
+    source = name if Path(name).is_file() else _source(name)
+    return AutoConfig.from_pretrained(source, **({} if revision is None else {"revision": revision}))
+
+
+def model_dtype(config: Any, name: str | None = None) -> Any:
+    """The data type of torch that a model has: the one with this name, or its configuration's, or bfloat16.
+
+    Raises:
+        ValueError: There is none of this name.
+    """
+    import torch
+
+    return named_dtype(name) or getattr(config.get_text_config(decoder=True), "dtype", None) or torch.bfloat16
 
 
 def named_dtype(name: str | None) -> Any:

@@ -13,11 +13,11 @@ from ..cache.cache import GateSightCache
 from ..models._compat import cache_argument
 from ..models.families import adapter_for
 from ..models.hybrid import HybridSpec, find_modules
-from ..models.loading import load_config, named_dtype
+from ..models.loading import load_config, model_dtype
 from ..scoring.estimator import EstimatorConfig
 from ..scoring.features import assemble
 from ..scoring.interface import Needs, Recorder
-from .plan import text_model_without_storage, training_plan
+from .plan import estimator_words, text_model_without_storage, training_plan
 
 #: Of the forward on shapes.
 TOKENS = 128
@@ -39,7 +39,7 @@ def dry_run(args: argparse.Namespace) -> dict[str, Any]:
         ValueError: No such dtype, or a shape is not what the estimator needs.
     """
     config = load_config(args.model)
-    dtype = named_dtype(args.dtype) or getattr(config.get_text_config(decoder=True), "dtype", None) or torch.bfloat16
+    dtype = model_dtype(config, args.dtype)
     model = text_model_without_storage(config, dtype)
     plan = training_plan(model, args.model, args)
     return {
@@ -116,7 +116,7 @@ def format_dry_run(found: dict[str, Any]) -> str:
     rows = [
         ("model", f"{found['model']}, {layout['parameters']:,} parameters in {found['dtype']}"),
         ("layers", f"{layout['attention_layers']} attention, {layout['gdn_layers']} GDN"),
-        ("estimator", f"{sizes['mlps']} MLPs of {sizes['least_inputs']} to {sizes['most_inputs']} inputs"),
+        ("estimator", estimator_words(sizes)),
         ("its parameters", f"{sizes['parameters']:,}"),
         ("shapes checked", ran),
         *((f"{step}, {bounds['documents']} documents", f"{value:g} min") for step, value in bounds["minutes"].items()),

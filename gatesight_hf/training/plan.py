@@ -146,6 +146,11 @@ def estimator_sizes(config: EstimatorConfig) -> dict[str, int]:
     }
 
 
+def estimator_words(sizes: dict[str, int]) -> str:
+    """What `estimator_sizes` says of its MLPs, in words."""
+    return f"{sizes['mlps']} MLPs of {sizes['least_inputs']} to {sizes['most_inputs']} inputs"
+
+
 def prompts_of(args: argparse.Namespace) -> list[str]:
     """Texts that continuations begin with; one that is empty stands for none."""
     return args.prompt or (["question :"] if args.model == "reference" else [""])
