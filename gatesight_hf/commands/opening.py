@@ -5,10 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..files.texts import read_documents
 from ..models.loading import REFERENCE, load_named
 from ..reference import ESTIMATOR_PATH
 from ..session import Session
-from ..files.texts import read_documents
 
 #: Options of opening a document, which a saved session has behind it.
 OPENING_OPTIONS = (
