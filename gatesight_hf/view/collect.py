@@ -185,7 +185,7 @@ def collect(
         gate_exponent=gate_exponent,
         protected_suffix=protected_suffix,
     )
-    prefill(model, torch.tensor([list(ids)], device=model.device), parent, prefill_chunk_size)
+    prefill(model, torch.tensor([list(ids)], dtype=torch.long, device=model.device), parent, prefill_chunk_size)
     methods = []
     with tqdm(total=len(scorers) * len(FRACTIONS), unit="plan", leave=False, disable=None) as progress:
         for name, scorer in scorers.items():

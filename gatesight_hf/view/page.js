@@ -8,6 +8,7 @@ const BARS = 100; // of the strip above a text
 const $ = (id) => document.getElementById(id);
 const number = (value) => value.toLocaleString("en");
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
+const css = (share) => `${(100 * share).toFixed(2)}%`;
 
 async function unpacked(text) {
   const binary = atob(text);
@@ -263,7 +264,7 @@ class Page {
       const entries = heads.length * data.length;
       panel.summary.textContent =
         `${number(kept)} of ${number(entries)} entries kept (${percent(kept / entries)}) · allocation: ${method.allocation}`;
-      method.density(step, heads, panel.bars.length).forEach((share, i) => { panel.bars[i].style.height = percent(share); });
+      method.density(step, heads, panel.bars.length).forEach((share, i) => { panel.bars[i].style.height = css(share); });
       this.draw(panel, true);
     }
     this.tell();
@@ -326,6 +327,10 @@ class Page {
     const { text, rows } = panel, { lines, data } = this, { length } = data;
     const first = Math.max(0, Math.floor(text.scrollTop / ROW) - SPARE);
     const last = Math.min(lines.starts.length, Math.ceil((text.scrollTop + text.clientHeight) / ROW) + SPARE);
+    const [left, right] = [text.scrollTop, text.scrollTop + text.clientHeight]
+      .map((pixels) => (lines.starts[Math.floor(pixels / ROW)] ?? length) / length);
+    panel.seen.style.left = css(left);
+    panel.seen.style.width = css(right - left);
     if (!anew && first === panel.first && last === panel.last) return;
     Object.assign(panel, { first, last });
     const heads = this.heads(), drawn = document.createDocumentFragment();
@@ -336,9 +341,6 @@ class Page {
       for (let token = lines.starts[row]; token < lines.end(row, length); token++) this.drawToken(panel, line, heads, token);
     }
     rows.replaceChildren(drawn);
-    const ends = [first + SPARE, last - SPARE].map((row) => (lines.starts[Math.max(0, row)] ?? length) / length);
-    panel.seen.style.left = percent(ends[0]);
-    panel.seen.style.width = percent(Math.max(0, ends[1] - ends[0]));
     this.mark(panel);
   }
 
