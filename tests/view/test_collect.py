@@ -46,7 +46,7 @@ def check_against_compactions(
 @pytest.mark.filterwarnings("ignore:.*no output gates")
 @pytest.mark.parametrize("allocation", ALLOCATIONS)
 def test_counts_and_entries_are_those_of_compactions(any_model: Any, allocation: str) -> None:
-    scorers = {"estimator": random_estimator(any_model), "random": RandomScorer(), "norm": KeyNorm()}
+    scorers = {"estimator": random_estimator(any_model), "norm": KeyNorm()}
     options: dict[str, Any] = {"protected_prefix": 2, "protected_suffix": 3, "gate_exponent": 2.0}
     view = collect(any_model, IDS, scorers, tokens=TEXTS, allocation=allocation, **options)
     check_against_compactions(view, any_model, IDS, scorers, dict.fromkeys(scorers, allocation), **options)
