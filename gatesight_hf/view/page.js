@@ -85,7 +85,8 @@ class Method {
 async function read() {
   const packed = JSON.parse($("data").textContent);
   const about = JSON.parse(new TextDecoder().decode(await unpacked(packed.about)));
-  const sizes = { layers: about.layers.length, heads: about.heads, steps: about.fractions.length, length: about.tokens.length };
+  const { layers, heads, fractions, tokens } = about;
+  const sizes = { layers: layers.length, heads, steps: fractions.length, length: tokens.length };
   const methods = [];
   for (const [i, arrays] of packed.methods.entries()) {
     const [levels, percentiles, kept] = await Promise.all(
@@ -98,7 +99,7 @@ async function read() {
     }, sizes));
   }
   $("data").remove();
-  return { ...about, ...sizes, layerIndices: about.layers, methods, shapes: about.tokens.map(shape) };
+  return { ...about, ...sizes, layerIndices: layers, methods, shapes: tokens.map(shape) };
 }
 
 // -- lines ------------------------------------------------------------------------------------------------------------
@@ -243,7 +244,8 @@ class Page {
     const { layers, heads } = this.data, shown = [];
     for (let layer = 0; layer < layers; layer++) {
       for (let head = 0; head < heads; head++) {
-        if ((this.layer < 0 || this.layer === layer) && (this.head < 0 || this.head === head)) shown.push(layer * heads + head);
+        const wanted = (this.layer < 0 || this.layer === layer) && (this.head < 0 || this.head === head);
+        if (wanted) shown.push(layer * heads + head);
       }
     }
     return shown;
@@ -261,10 +263,11 @@ class Page {
     $("fraction-shown").textContent = shown;
     for (const panel of this.panels) {
       const { method } = panel, kept = heads.reduce((sum, head) => sum + method.count(step, head), 0);
-      const entries = heads.length * data.length;
+      const entries = heads.length * data.length, share = percent(kept / entries);
       panel.summary.textContent =
-        `${number(kept)} of ${number(entries)} entries kept (${percent(kept / entries)}) · allocation: ${method.allocation}`;
-      method.density(step, heads, panel.bars.length).forEach((share, i) => { panel.bars[i].style.height = css(share); });
+        `${number(kept)} of ${number(entries)} entries kept (${share}) · allocation: ${method.allocation}`;
+      const density = method.density(step, heads, panel.bars.length);
+      panel.bars.forEach((bar, i) => { bar.style.height = css(density[i]); });
       this.draw(panel, true);
     }
     this.tell();
@@ -294,9 +297,12 @@ class Page {
     }
     const row = line(tFoot, "Achieved fraction");
     for (const method of data.methods) made(row, "td", "achieved", method.achieved[step].toFixed(4));
-    const guarded = data.prefix + data.suffix;
-    $("counts-note").textContent = `At kept fraction ${data.fractions[step].toFixed(2)}; where heads keep different numbers, ` +
-      `the fullest head's.${guarded ? ` The ${number(guarded)} protected tokens are in the counts, not in the achieved fraction.` : ""}`;
+    const guarded = Math.min(data.length, data.prefix + data.suffix);
+    const notes = [
+      `At kept fraction ${data.fractions[step].toFixed(2)}; where heads keep different numbers, the fullest head's.`,
+    ];
+    if (guarded) notes.push(`Protected tokens (${number(guarded)}) are in the counts, not in the achieved fraction.`);
+    $("counts-note").textContent = notes.join(" ");
   }
 
   // -- tokens --
@@ -338,7 +344,8 @@ class Page {
       const line = made(drawn, "div", "row");
       line.setAttribute("role", "none");
       line.style.top = `${row * ROW}px`;
-      for (let token = lines.starts[row]; token < lines.end(row, length); token++) this.drawToken(panel, line, heads, token);
+      const end = lines.end(row, length);
+      for (let token = lines.starts[row]; token < end; token++) this.drawToken(panel, line, heads, token);
     }
     rows.replaceChildren(drawn);
     this.mark(panel);
@@ -406,18 +413,21 @@ class Page {
     const { data, cursor, step } = this, shown = this.heads(), all = data.layers * data.heads;
     const guarded = cursor < data.prefix || cursor >= data.length - data.suffix;
     const lines = data.methods.map((method) => {
-      const { percentile } = method.look(step, shown, cursor), kept = [];
+      const { percentile } = method.look(step, shown, cursor), where = [];
       let count = 0;
       for (let layer = 0; layer < data.layers; layer++) {
-        const heads = Array.from({ length: data.heads }, (_, head) => head)
+        const kept = Array.from({ length: data.heads }, (_, head) => head)
           .filter((head) => method.keeps(step, layer * data.heads + head, cursor));
-        count += heads.length;
-        if (heads.length) kept.push(`layer ${data.layerIndices[layer]}: ${heads.length === data.heads ? "all" : heads.join(", ")}`);
+        const names = kept.length === data.heads ? "all" : kept.join(", ");
+        if (kept.length) where.push(`layer ${data.layerIndices[layer]}: ${names}`);
+        count += kept.length;
       }
-      const where = count === all ? "kept in all heads" : count ? `kept in ${count} of ${all} heads (${kept.join("; ")})` : "evicted in all heads";
-      return `${method.name}: score percentile ${Math.round(percentile)}, ${where}`;
+      const some = count ? `kept in ${count} of ${all} heads (${where.join("; ")})` : "evicted in all heads";
+      const state = count === all ? "kept in all heads" : some;
+      return `${method.name}: score percentile ${Math.round(percentile)}, ${state}`;
     });
-    const head = `Token ${number(cursor + 1)} of ${number(data.length)}: “${data.shapes[cursor]}”${guarded ? ", protected" : ""}`;
+    const place = `Token ${number(cursor + 1)} of ${number(data.length)}`;
+    const head = `${place}: “${data.shapes[cursor]}”${guarded ? ", protected" : ""}`;
     $("status").textContent = [head, ...lines].join("\n");
   }
 }
@@ -425,7 +435,8 @@ class Page {
 const counted = (count, name) => `${number(count)} ${name}${count === 1 ? "" : "s"}`;
 
 function nearest(fractions, wanted) {
-  return fractions.reduce((best, one, i) => (Math.abs(one - wanted) < Math.abs(fractions[best] - wanted) ? i : best), 0);
+  const apart = fractions.map((fraction) => Math.abs(fraction - wanted));
+  return apart.indexOf(Math.min(...apart));
 }
 
 read().then((data) => new Page(data)).catch((error) => {

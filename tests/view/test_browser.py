@@ -17,6 +17,8 @@ from gatesight_hf.reference import ESTIMATOR_PATH, documents
 from gatesight_hf.scoring import Scorer
 from gatesight_hf.view import FRACTIONS, Answered, View, collect, render
 
+from ..helpers.models import KeyNorm, tiny_model
+from ..helpers.running import CONTEXT
 from ..helpers.views import HOSTILE, hostile, synthetic
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -157,6 +159,48 @@ def test_one_head_shows_its_own_entries(show: Any, collected: Any) -> None:
             assert f"k{4 if mask[int(token)] else 0}" in name.split()
             assert ("p" in name.split()) == (int(token) < 4)
         assert len(kept) > 100
+
+
+def test_sets_that_shrink_while_the_fraction_grows_are_shown_as_they_are(show: Any) -> None:
+    model, ids = tiny_model(num_hidden_layers=16), CONTEXT[0, :16].tolist()
+    view = collect(model, ids, {"norm": KeyNorm()}, tokens=[str(i) for i in ids], allocation="pyramid")
+    (method,) = view.methods
+    assert (method.kept.diff(dim=0) < 0).any()
+    reader, (step, layer, _) = show(view), (method.kept.diff(dim=0) < 0).nonzero()[0].tolist()
+    reader.press("#layer", *["ARROW_DOWN"] * (layer + 1))
+    for near in range(step - 1, step + 3):
+        reader.run(
+            "const e = document.getElementById('fraction'); e.value = arguments[0]; e.dispatchEvent(new Event('input'))",
+            near,
+        )
+        reader.wait(f"document.querySelector('#fraction-shown').textContent === '{FRACTIONS[near]:.2f}'")
+        names = reader.run("return Array.from(document.querySelectorAll('.text .t'), (e) => e.classList[2])")
+        assert names == [f"k{2 * n}" for n in method.mask(near)[layer].int().sum(0).tolist()]  # quarters, of two heads
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_colour_of_the_ramp_carries_text_and_differs_in_grey(show: Any, scheme: str) -> None:
+    reader = show(synthetic(["a", "b"]))
+    chosen = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    reader.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", chosen)
+    colours = reader.run(
+        "const paint = document.createElement('canvas').getContext('2d', { willReadFrequently: true });"
+        "const rgb = (c) => { paint.fillStyle = c; paint.fillRect(0, 0, 1, 1);"
+        " return [...paint.getImageData(0, 0, 1, 1).data].slice(0, 3); };"
+        "const root = getComputedStyle(document.documentElement);"
+        "const names = ['--text', ...Array.from({ length: 10 }, (_, i) => `--r${i}`)];"
+        "return names.map((name) => rgb(root.getPropertyValue(name)))"
+    )
+    text, *ramp = (luminance(colour) for colour in colours)
+    assert min((max(text, one) + 0.05) / (min(text, one) + 0.05) for one in ramp) >= 4.5
+    assert ramp == sorted(ramp, reverse=scheme == "light")
+    assert len({round(one, 3) for one in ramp}) == 10
+
+
+def luminance(colour: list[int]) -> float:
+    """Of sRGB bytes, as WCAG defines it."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (byte / 255 for byte in colour)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def test_the_cursor_goes_by_keys(show: Any, collected: Any) -> None:
