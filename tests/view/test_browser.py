@@ -169,10 +169,8 @@ def test_sets_that_shrink_while_the_fraction_grows_are_shown_as_they_are(show: A
     reader, (step, layer, _) = show(view), (method.kept.diff(dim=0) < 0).nonzero()[0].tolist()
     reader.press("#layer", *["ARROW_DOWN"] * (layer + 1))
     for near in range(step - 1, step + 3):
-        reader.run(
-            "const e = document.getElementById('fraction'); e.value = arguments[0]; e.dispatchEvent(new Event('input'))",
-            near,
-        )
+        reader.run("document.getElementById('fraction').value = arguments[0]", near)
+        reader.run("document.getElementById('fraction').dispatchEvent(new Event('input'))")
         reader.wait(f"document.querySelector('#fraction-shown').textContent === '{FRACTIONS[near]:.2f}'")
         names = reader.run("return Array.from(document.querySelectorAll('.text .t'), (e) => e.classList[2])")
         assert names == [f"k{2 * n}" for n in method.mask(near)[layer].int().sum(0).tolist()]  # quarters, of two heads
