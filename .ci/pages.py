@@ -45,6 +45,7 @@ REFERENCE: dict[str, tuple[str, tuple[str, ...]]] = {
     "scoring": ("Scoring interface", ("gatesight_hf.scoring.interface",)),
     "methods": ("Methods", ("gatesight_hf.methods",)),
     "reports": ("Reports", ("gatesight_hf.CacheReport",)),
+    "views": ("Views", ("gatesight_hf.view",)),
     "errors": ("Errors", ("gatesight_hf.errors",)),
     "families": (
         "Models and families",

@@ -35,7 +35,7 @@ PURE = ("scoring/features.py", "compaction/budget.py", "compaction/selection.py"
 #: Floors of gatesight_hf, from the ground up: a room imports only from those below its own.
 FLOORS = (
     ("errors",), ("checks",), ("files",), ("reference",), ("entries",), ("models",), ("scoring",), ("compaction",),
-    ("cache",), ("methods",), ("session",), ("vllm",), ("training",), ("commands",),
+    ("cache",), ("methods",), ("view",), ("session",), ("vllm",), ("training",), ("commands",),
 )  # fmt: skip
 #: Packages whose __init__.py does more than say what is inside, and what else it may hold: vLLM's entry point must not
 #: import vLLM, and the reference model is loaded by two functions and their paths.

@@ -78,6 +78,12 @@ def test_the_bundled_files_are_there(wheel, folder):
             assert wheel[str(path.relative_to(ROOT))] == path.read_bytes()
 
 
+def test_the_parts_of_pages_are_there(wheel):
+    for kind in ("html", "css", "js"):
+        name = f"gatesight_hf/view/page.{kind}"
+        assert wheel[name] == (ROOT / name).read_bytes()
+
+
 def test_metadata(wheel, metadata):
     assert metadata["Name"] == "gatesight-hf"
     assert metadata["Version"] == gatesight_hf.__version__
