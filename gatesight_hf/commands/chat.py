@@ -39,7 +39,7 @@ def chat_from_arguments(args: argparse.Namespace) -> None:
     options = {"max_new_tokens": args.max_new_tokens, **({"do_sample": True} if args.sample else {})}
     print(format_report(session.report().to_dict()))
     if session.history:
-        print(f"The conversation goes on after {len(session.history) // 2} answers; /history shows it.")
+        print("The conversation goes on; /history shows it.")
     print("Ask, or /help.")
     _Talk(session, args.session, options).go()
 

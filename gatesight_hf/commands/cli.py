@@ -66,6 +66,26 @@ def _chat(args: argparse.Namespace) -> None:
     chat_from_arguments(args)
 
 
+def _add_view(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from .opening import add_source
+
+    verb = verbs.add_parser("view", help="one HTML page that shows what stays of documents")
+    add_source(verb, one_of_them=True)
+    verb.add_argument("--out", type=Path, required=True, metavar="FILE", help="of the page, such as kept.html")
+    verb.add_argument("--method", default="random", help="comma-separated ones to show beside (default: %(default)s)")
+    verb.add_argument("--question", action="append", default=[], help="to show answers to; may be repeated")
+    verb.add_argument("--max-new-tokens", type=int, default=64, help="of an answer (default: %(default)s)")
+    verb.add_argument("--json", action="store_true", help="print JSON")
+    verb.set_defaults(run=_view)
+
+
+def _view(args: argparse.Namespace) -> None:
+    from .view import format_view, view_from_arguments
+
+    result = view_from_arguments(args)
+    print(json.dumps(result, indent=2) if args.json else format_view(result))
+
+
 def _add_collection(verb: argparse.ArgumentParser) -> None:
     """Options of what collects documents and fits on them."""
     verb.add_argument("--model", required=True, help="'reference' (bundled), or a folder or Hub id of a hybrid model")
@@ -271,6 +291,7 @@ def parser() -> argparse.ArgumentParser:
         _add_demo,
         _add_ask,
         _add_chat,
+        _add_view,
         _add_train,
         _add_analyze,
         _add_serve,

@@ -191,6 +191,10 @@ class Estimator(MLPScorer[EstimatorConfig]):
         )
 
 
+#: Of `Estimator.from_pretrained`.
+HUB_OPTIONS = frozenset({"revision", "token", "cache_dir", "local_files_only"})
+
+
 def scorer_from(estimator: str | Path | Scorer, **hub_options: Any) -> Scorer:
     """A scorer itself, or the estimator of a folder or Hub repo; see `Estimator.from_pretrained`."""
     return estimator if isinstance(estimator, Scorer) else Estimator.from_pretrained(estimator, **hub_options)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
 
-from gatesight_kernels.checks import check_whole_number
+from gatesight_kernels.checks import check_whole_number, described
 
 from ..cache.cache import GateSightCache
 from ..checks import check_text
@@ -32,6 +32,14 @@ def check_question(
             f"{verb}() makes {given[0]} by itself: leave it out, or call generate of the model with "
             "session.cache.fork()."
         )
+
+
+def check_questions(questions: Any, max_new_tokens: int, options: Mapping[str, Any]) -> None:
+    """Likewise, of `ask_many`."""
+    if isinstance(questions, str) or not isinstance(questions, Sequence):
+        raise TypeError(f"questions must be a list of strings, got {described(questions)}; ask() takes one.")
+    for question in questions:
+        check_question("ask_many", question, max_new_tokens, options, more=("streamer",))
 
 
 def answer(
@@ -135,7 +143,7 @@ def stream(
     tokenizer: Any,
     options: Mapping[str, Any],
     run: Callable[[Mapping[str, Any]], object],
-    end: Callable[[str], object],
+    end: Callable[[str], object] | None,
 ) -> Iterator[str]:
     """Pieces of the text that `run` generates in a thread; joined they are the answer as `decoded` gives it.
 
@@ -146,7 +154,7 @@ def stream(
         tokenizer: Decodes.
         options: Of `generate`.
         run: Generates with the options that it is given.
-        end: Called with the whole text, unless it failed or was left.
+        end: Called with the whole text, unless it failed or was left; or None.
     """
     stop, pieces = threading.Event(), _Pieces(tokenizer)
     criteria = StoppingCriteriaList([*(options.get("stopping_criteria") or ()), _Stop(stop)])
@@ -176,7 +184,8 @@ def stream(
         thread.join()
     if failed:
         raise failed[0]
-    end(text)
+    if end is not None:
+        end(text)
 
 
 class _Pieces(TextStreamer):

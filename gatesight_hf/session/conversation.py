@@ -47,15 +47,15 @@ class Conversation:
             seen = border
         return cache, ids[seen:]
 
-    def end(self, turn: Turn, before: GateSightCache, after: GateSightCache) -> None:
+    def end(self, question: str, answer: str, before: GateSightCache, after: GateSightCache) -> None:
         """Take a turn in.
 
         Args:
-            turn: Question and answer.
+            question, answer: Their texts.
             before: As `begin` gave it.
             after: A fork of it that has read question and answer; one of several beams is of no use, and not held.
         """
-        self.turns = (*self.turns, turn)
+        self.turns = (*self.turns, Turn(question, answer))
         self._caches = (before, after) if after.batch_size == before.batch_size else (before,)
 
 

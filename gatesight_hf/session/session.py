@@ -7,19 +7,21 @@ from typing import Any
 
 from tqdm import tqdm
 
-from gatesight_kernels.checks import check_bool, check_whole_number, described
+from gatesight_kernels.checks import check_bool, check_whole_number
 
 from ..cache.cache import GateSightCache
 from ..cache.report import CacheReport
 from ..checks import check_model, check_text, check_tokenizer
 from ..errors import CacheStateError
-from ..scoring.estimator import scorer_from
+from ..scoring.estimator import HUB_OPTIONS, scorer_from
 from ..scoring.interface import Scorer
-from .answering import ONE_DOCUMENT, answer, answer_many, check_question, decoded, stream
+from ..view import Page
+from .answering import ONE_DOCUMENT, answer, answer_many, check_question, check_questions, decoded, stream
 from .conversation import Conversation
 from .document import Document
-from .prompts import Message, RawPrompt, Turn, prompt_for
+from .prompts import Message, RawPrompt, prompt_for
 from .saving import load, save
+from .viewing import page_of
 
 #: Of an answer, unless a call says otherwise.
 MAX_NEW_TOKENS = 256
@@ -40,17 +42,13 @@ class Session:
         ValueError: It has several rows.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, cache: GateSightCache) -> None:
+    def __init__(self, model: Any, tokenizer: Any, cache: GateSightCache | Document) -> None:
         check_model(model)
         check_tokenizer(tokenizer)
         self.model = model
         self.tokenizer = tokenizer
-        self._document = Document(cache, RawPrompt(tokenizer, begun=True))
+        self._document = cache if isinstance(cache, Document) else Document(cache, RawPrompt(tokenizer, begun=True))
         self._conversation = Conversation()
-
-    def _with(self, document: Document, turns: Sequence[Turn] = ()) -> "Session":
-        self._document, self._conversation = document, Conversation(turns)
-        return self
 
     @classmethod
     def open(
@@ -65,10 +63,6 @@ class Session:
         template_options: Mapping[str, Any] | None = None,
         protected_prefix: int = 0,
         prefill_chunk_size: int | None = None,
-        revision: str | None = None,
-        token: str | bool | None = None,
-        cache_dir: str | Path | None = None,
-        local_files_only: bool = False,
         **options: Any,
     ) -> "Session":
         """Prefill a document and compact its cache.
@@ -87,8 +81,7 @@ class Session:
             template_options: Variables of the template, such as `{"enable_thinking": False}`, and `tools`.
             protected_prefix: First tokens of the document that always stay, besides what stands before it.
             prefill_chunk_size: Tokens per forward; None prefills in one.
-            revision, token, cache_dir, local_files_only: See `Estimator.from_pretrained`.
-            options: The others of `GateSightCache`, such as `kept_fraction`.
+            options: The others of `GateSightCache`, and those of `Estimator.from_pretrained`.
 
         Raises:
             TypeError: The text is no string, or an option is not the template's.
@@ -103,11 +96,9 @@ class Session:
         check_whole_number("prefill_chunk_size", prefill_chunk_size, or_none=True)
         check_whole_number("protected_prefix", protected_prefix, 0)
         prompt = prompt_for(tokenizer, system, chat, template_options)
-        scorer = scorer_from(
-            estimator, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
-        )
+        scorer = scorer_from(estimator, **{name: options.pop(name) for name in HUB_OPTIONS & set(options)})
         document = Document.read(model, scorer, prompt, text, prefill_chunk_size, protected_prefix, options)
-        return cls(model, tokenizer, document.cache)._with(document)
+        return cls(model, tokenizer, document)
 
     @property
     def cache(self) -> GateSightCache:
@@ -158,18 +149,14 @@ class Session:
         """The answers to many questions, each as by `ask`; those of equally many tokens are answered together.
 
         Args:
-            questions: Their texts.
-            max_new_tokens, generate_options: See `ask`.
+            questions, max_new_tokens, generate_options: See `ask`.
             batch_size: Questions answered together at most; each takes a copy of the kept entries.
 
         Raises:
             TypeError, ValueError: See `ask`; nothing is answered if a question is wrong.
         """
-        if isinstance(questions, str) or not isinstance(questions, Sequence):
-            raise TypeError(f"questions must be a list of strings, got {described(questions)}; ask() takes one.")
         check_whole_number("batch_size", batch_size)
-        for question in questions:
-            check_question("ask_many", question, max_new_tokens, generate_options, more=("streamer",))
+        check_questions(questions, max_new_tokens, generate_options)
         ids = [self._document.prompt.turn((), question) for question in questions]
         with tqdm(total=len(ids), desc="questions", unit="question", leave=False, disable=None) as bar:
             limits = [max_new_tokens] * len(ids)
@@ -196,12 +183,9 @@ class Session:
         before, ids = self._begun(question) if chat else (self.cache, self._document.prompt.turn((), question))
         child = before.fork()
 
-        def take_in(text: str) -> None:
-            if chat:
-                self._conversation.end(Turn(question, text), before, child)
-
         run = partial(answer, self.model, child, ids, max_new_tokens)
-        return stream(self.tokenizer, generate_options, run, take_in)
+        end = partial(self._conversation.end, question, before=before, after=child) if chat else None
+        return stream(self.tokenizer, generate_options, run, end)
 
     # -- the conversation ----------------------------------------------------------------------------------------------
 
@@ -211,17 +195,14 @@ class Session:
         What the model reads is what the chat template makes of the whole conversation: turns that it drops or rewrites,
         such as reasoning, are read anew without that. If this fails, the conversation is as before.
 
-        Args:
-            question, max_new_tokens, generate_options: See `ask`.
-
         Raises:
-            TypeError, ValueError: See `ask`; or the template refuses the conversation.
+            TypeError, ValueError: See `ask`, which has the same arguments; or the template refuses the conversation.
         """
         check_question("chat", question, max_new_tokens, generate_options)
         before, ids = self._begun(question)
         child = before.fork()
         text = decoded(self.tokenizer, answer(self.model, child, ids, max_new_tokens, generate_options))
-        self._conversation.end(Turn(question, text), before, child)
+        self._conversation.end(question, text, before, child)
         return text
 
     def _begun(self, question: str) -> tuple[GateSightCache, list[int]]:
@@ -251,18 +232,14 @@ class Session:
 
     @classmethod
     def load(
-        cls,
-        path: str | Path,
-        model: Any,
-        tokenizer: Any,
-        estimator: str | Path | Scorer | None = None,
+        cls, path: str | Path, model: Any, tokenizer: Any, estimator: str | Path | Scorer | None = None
     ) -> "Session":
         """Open a saved session: the document is not prefilled again, and answers are the same.
 
         Args:
             path: The file that `save` wrote.
             model, tokenizer: Those it was saved with.
-            estimator: As in `open`, to make sure that the document was compacted with it.
+            estimator: As in `open`: the document must have been compacted with it. `view` needs it, answers do not.
 
         Raises:
             FileNotFoundError, SessionFileError, SessionMismatchError: See `GateSightCache.load`; or the tokenizer has
@@ -270,8 +247,34 @@ class Session:
             OSError, ValueError: See `Estimator.from_pretrained`.
         """
         document, turns = load(path, model, tokenizer, None if estimator is None else scorer_from(estimator))
-        return cls(model, tokenizer, document.cache)._with(document, turns)
+        session = cls(model, tokenizer, document)
+        session._conversation = Conversation(turns)
+        return session
 
     def report(self) -> CacheReport:
         """Lengths, bytes and seconds of the document's cache."""
         return self.cache.report()
+
+    def view(
+        self,
+        questions: Sequence[str] = (),
+        scorers: Mapping[str, Scorer] | None = None,
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        prefill_chunk_size: int | None = None,
+    ) -> Page:
+        """What is kept of the document, as a page: `save("kept.html")` it, or let a notebook show it.
+
+        The document is prefilled again, whole, for scores at all kept fractions and answers from full, kept and random
+        caches.
+
+        Args:
+            questions: To be answered by each of these.
+            scorers: By name, methods to show beside the session's own; None shows random eviction.
+            max_new_tokens: Of an answer.
+            prefill_chunk_size: Tokens per forward; None prefills in one.
+
+        Raises:
+            CacheStateError: The session was loaded without its estimator.
+        """
+        given = (questions, scorers, max_new_tokens, prefill_chunk_size)
+        return page_of(self.model, self.tokenizer, self._document, *given)

@@ -168,12 +168,39 @@ def collect(
         ValueError: No ids or scorers, another number of tokens, or options that `GateSightCache` refuses.
         UnsupportedModelError, EstimatorMismatchError: See `GateSightCache`.
     """
+    if len(tokens) != len(ids):
+        raise ValueError(f"tokens must have a text for each of {len(ids)} ids, got {len(tokens)}.")
+    parent = recorded(
+        model,
+        ids,
+        scorers,
+        allocation=allocation,
+        protected_prefix=protected_prefix,
+        protected_suffix=protected_suffix,
+        block_size=block_size,
+        gate_exponent=gate_exponent,
+        prefill_chunk_size=prefill_chunk_size,
+    )
+    return view_of(parent, scorers, tokens, allocation, block_size)
+
+
+def recorded(
+    model: Any,
+    ids: Sequence[int],
+    scorers: Mapping[str, Scorer],
+    *,
+    allocation: str | Mapping[str, str] = "gate",
+    protected_prefix: int = 0,
+    protected_suffix: int = 0,
+    block_size: int = 1,
+    gate_exponent: float = 1.0,
+    prefill_chunk_size: int | None = None,
+) -> GateSightCache:
+    """A cache that has read a document, with what all scorers need, and is not compacted; as for `collect`."""
     if not isinstance(scorers, Mapping):
         raise TypeError(f"scorers must map names of methods to scorers, got {described(scorers)}.")
     if not scorers:
         raise ValueError("scorers must name at least one method.")
-    if len(tokens) != len(ids):
-        raise ValueError(f"tokens must have a text for each of {len(ids)} ids, got {len(tokens)}.")
     allocations = _by_name(allocation, scorers)
     parent = GateSightCache(
         Recorder(reduce(Needs.__or__, (scorer.needs for scorer in scorers.values()), Needs())),
@@ -186,6 +213,18 @@ def collect(
         protected_suffix=protected_suffix,
     )
     prefill(model, torch.tensor([list(ids)], dtype=torch.long, device=model.device), parent, prefill_chunk_size)
+    return parent
+
+
+def view_of(
+    parent: GateSightCache,
+    scorers: Mapping[str, Scorer],
+    tokens: Sequence[str],
+    allocation: str | Mapping[str, str] = "gate",
+    block_size: int = 1,
+) -> View:
+    """Likewise, of a cache that `recorded` gave."""
+    allocations = _by_name(allocation, scorers)
     methods = []
     with tqdm(total=len(scorers) * len(FRACTIONS), unit="plan", leave=False, disable=None) as progress:
         for name, scorer in scorers.items():
@@ -200,8 +239,8 @@ def collect(
         tokens=tuple(tokens),
         layers=tuple(parent.spec.attention_layers),
         methods=tuple(methods),
-        protected_prefix=protected_prefix,
-        protected_suffix=protected_suffix,
+        protected_prefix=parent.options.protected_prefix,
+        protected_suffix=parent.options.protected_suffix,
         model=parent.spec.model_type,
     )
 

@@ -2,9 +2,12 @@
 
 import base64
 import hashlib
+import html
 import json
+import os
 import re
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,43 @@ from gatesight_kernels.checks import described
 
 from .collect import FRACTIONS, MethodView, View
 
+#: Of the frame in a notebook.
+_FRAME = "width: 100%; height: 48rem; border: 1px solid #8888"
 _ASSETS = Path(__file__).parent
 _PLACE = re.compile(r"\{\{ (\w+) \}\}")
+
+
+@dataclass(frozen=True)
+class Page:
+    """A view as a page, which a notebook shows in a frame.
+
+    Attributes:
+        view: What it shows.
+    """
+
+    view: View
+
+    @property
+    def html(self) -> str:
+        """All of it, see `render`."""
+        return render(self.view)
+
+    def save(self, path: str | Path) -> None:
+        """Write it into a file, whole or not at all.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        path = Path(path).expanduser()
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            beside.write_text(self.html, encoding="utf-8")
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+    def _repr_html_(self) -> str:
+        return f'<iframe sandbox="allow-scripts" style="{_FRAME}" srcdoc="{html.escape(self.html)}"></iframe>'
 
 
 def render(view: View) -> str:

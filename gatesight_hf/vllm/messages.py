@@ -12,15 +12,14 @@ A request says what it is in `kv_transfer_params`:
 import hashlib
 import inspect
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from ..compaction.plan import CompactionOptions
-from ..methods import KeyDiff, KeyNorm, LagKV, RandomScorer, StreamingLLM
-from ..scoring.interface import Scorer
+from ..methods.named import BY_ENTRIES
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -31,14 +30,8 @@ NO_PROMPT = [0, 0]
 LONGEST_ID = 256
 #: Name of the scorer where an engine has one estimator.
 GATESIGHT = "gatesight"
-#: Methods that read nothing but the entries themselves, by their names in the evaluator.
-METHODS: dict[str, Callable[..., Scorer]] = {
-    "key_norm": KeyNorm,
-    "keydiff": KeyDiff,
-    "lagkv": LagKV,
-    "random": RandomScorer,
-    "streaming_llm": StreamingLLM,
-}
+#: Methods by their names.
+METHODS = BY_ENTRIES
 
 
 @dataclass(frozen=True)
