@@ -3,9 +3,11 @@
 import io
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gatesight_hf.commands.cli import main
 from gatesight_hf.files import texts
 from gatesight_hf.files.texts import read_documents
 
@@ -233,3 +235,13 @@ def test_long_pdfs_stop_at_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(texts, "TEXT_LIMIT", 40)
     with pytest.raises(ValueError, match="more than 40 characters"):
         read_documents([pdf(tmp_path / "a.pdf", *LINES)])
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_a_question_is_asked_to_a_pdf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = pdf(tmp_path / "a.pdf", "One of the special magic numbers for amber-river is: 4821.")
+    arguments: list[Any] = ["ask", "--document", path, "--question", "Question: what?", "--max-new-tokens", "2"]
+    assert main(list(map(str, arguments))) == 0
+    assert "tokens; KV cache" in capsys.readouterr().out
