@@ -28,6 +28,7 @@ PAGES = (
     "eval/language_model/README.md",
     "eval/reference_model/README.md",
     "eval/results/*.md",
+    "examples/*.md",
     "gatesight_hf/README.md",
     "gatesight_hf/*/README.md",
     "gatesight_hf/reference/*/README.md",

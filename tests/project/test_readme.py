@@ -27,6 +27,7 @@ PAGES = sorted(
         "*.md",
         "eval/README.md",
         "eval/*/README.md",
+        "examples/*.md",
         "gatesight_hf/README.md",
         "gatesight_hf/*/README.md",
         "hub_cards/README.md",
@@ -97,7 +98,7 @@ def test_all_blocks_of_python_are_run_or_need_vllm() -> None:
         assert path in run or "```python" not in text, path
         for block in re.findall(r"```py\n(.*?)```", text, re.DOTALL):
             ast.parse(block)
-            assert path.parent.name == "vllm"
+            assert path.parent.name in ("vllm", "examples")  # test_quick_start.py runs those of the latter
 
 
 def test_options_are_those_of_the_cache_with_their_defaults() -> None:
