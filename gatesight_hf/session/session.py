@@ -222,8 +222,8 @@ class Session:
     def save(self, path: str | Path) -> None:
         """Write document and conversation into one file; see `GateSightCache.save`.
 
-        The file holds the document's cache, and the conversation and the document's last characters as text; the caches
-        of the conversation are made anew from that with its next turn.
+        The file holds the document's cache, and as text its last characters and the conversation, whose own caches are
+        made anew with the next turn.
 
         Raises:
             CacheStateError, OSError, ValueError: See there; or template options that are no JSON.
@@ -264,8 +264,7 @@ class Session:
     ) -> Page:
         """What is kept of the document, as a page: `save("kept.html")` it, or let a notebook show it.
 
-        The document is prefilled again, whole, for scores at all kept fractions and answers from full, kept and random
-        caches.
+        The document is prefilled again, for all kept fractions and for answers from full, kept and random caches.
 
         Args:
             questions: To be answered by each of these.

@@ -78,11 +78,19 @@ def test_snippets_on_caches_run(printed: Callable[[], str]) -> None:
     expected = [question.expected for question in names["document"].questions]
     assert names["answers"] == expected  # of a batch
     assert names["tokenizer"].decode(names["output"][0, -4:]) == expected[-1]  # of the frozen cache
-    grown = names["growing"].report()
-    assert grown.logical_length > 768 > sum(grown.physical_lengths)  # what was added is compacted too
-    texts = [question.text for question in names["document"].questions]
+
+
+def test_snippets_on_sessions_run(printed: Callable[[], str], tmp_path: Path) -> None:
+    names = run_blocks(of_room("session"))
+    texts, expected = names["questions"], [question.expected for question in names["document"].questions]
+    one, many, streamed_and_history = printed().split("\n", 2)
+    assert [one, many] == [expected[0], str(expected)]
+    assert streamed_and_history.startswith(expected[0]) and texts[1] in streamed_and_history
     before, after = ([names[name].ask(text, max_new_tokens=4) for text in texts] for name in ("session", "loaded"))
     assert before == after == expected
+    grown = names["growing"].report()
+    assert grown.logical_length == 1280 > sum(grown.physical_lengths)  # what was added is compacted too
+    assert (tmp_path / "kept.html").stat().st_size > 10_000
 
 
 def test_snippets_on_methods_run(printed: Callable[[], str]) -> None:
@@ -92,7 +100,10 @@ def test_snippets_on_methods_run(printed: Callable[[], str]) -> None:
 
 
 def test_all_blocks_of_python_are_run_or_need_vllm() -> None:
-    run = {ROOT / "README.md", *(ROOT / "gatesight_hf" / room / "README.md" for room in ("cache", "methods"))}
+    run = {
+        ROOT / "README.md",
+        *(ROOT / "gatesight_hf" / room / "README.md" for room in ("cache", "methods", "session")),
+    }
     for path in PAGES:
         text = path.read_text(encoding="utf-8")
         assert path in run or "```python" not in text, path
@@ -188,7 +199,7 @@ def test_every_verb_has_its_line() -> None:
 
 def test_what_has_no_json_is_said() -> None:
     without = {name for name, verb in verbs().items() if "--json" not in verb._option_string_actions}
-    (said,) = re.findall(r"all but (\w+) and (\w+) have --json", of_room("commands"))
+    (said,) = re.findall(r"all but (\w+), (\w+) and (\w+) have --json", of_room("commands"))
     assert set(said) == without
 
 
