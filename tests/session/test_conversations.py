@@ -16,7 +16,7 @@ from ..helpers import chats
 from ..helpers.chats import TEXT, chat_tokenizer, ids_of, messages_of
 from ..helpers.models import KeyNorm
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.core]
 
 #: Question, and what is answered, as ids would be chosen: reasoning, or none, or one that never ends.
 TURNS = [

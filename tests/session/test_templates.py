@@ -12,7 +12,7 @@ from ..helpers import chats
 from ..helpers.chats import TEXT, chat_tokenizer, ids_of, messages_of
 from ..helpers.models import KeyNorm
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.core]
 
 QUESTIONS = ["Who keeps the ledger?", " 412 sacks?  ", "(why)", '"Why?"', "…", "\n\nWho?", "7", "东京?", "<think>"]
 TOOLS = [{"type": "function", "function": {"name": "weigh", "parameters": {"type": "object", "properties": {}}}}]
