@@ -25,7 +25,7 @@ def view_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
     session = open_session(args)
     scorers = {name: READY[name]() for name in methods}
     page = session.view(args.question, scorers, args.max_new_tokens, args.prefill_chunk_size)
-    names = [str(path) for path in args.document or [args.session]]
+    names = [path.name for path in args.document or [args.session]]
     page = Page(replace(page.view, title=f"What stays of {', '.join(names)}", model=args.model))
     page.save(args.out)
     fraction = session.cache.options.kept_fraction
