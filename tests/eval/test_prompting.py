@@ -128,7 +128,7 @@ def test_the_reference_tokenizer():
 def test_mistakes_are_named():
     tokenizer = character_tokenizer()
     with pytest.raises(ValueError, match="chat_template=False"):
-        Prompter(load_tokenizer(), chat_template=True)
+        Prompter(character_tokenizer(None), chat_template=True)
     with pytest.raises(ValueError, match="2 times"):
         Prompter(character_tokenizer("{{ messages[0]['content'] }}{{ messages[0]['content'] }}"), chat_template=True)
     for template in (False, True):

@@ -61,7 +61,7 @@ WRONG_HEADERS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "metadata that are numbers": (lambda h: h["__metadata__"].update(format=1), "metadata are not texts"),
     "no metadata": (lambda h: h.pop("__metadata__") and None, "not one of a saved cache"),
     "another format": (lambda h: h["__metadata__"].update(format="pt"), "not one of a saved cache"),
-    "a newer version": (lambda h: h["__metadata__"].update(format_version="3"), "version '3'.*upgrade gatesight_hf"),
+    "a newer version": (lambda h: h["__metadata__"].update(format_version="4"), "version '4'.*upgrade gatesight_hf"),
     "an older version": (lambda h: h["__metadata__"].update(format_version="1"), "version '1'.*save the session anew"),
     "a version that is missing": (lambda h: h["__metadata__"].pop("format_version") and None, "version None"),
     "metadata of others": (lambda h: h["__metadata__"].update(more=""), r"unknown keys \['more'\]"),

@@ -14,7 +14,7 @@ from ..helpers.chats import TEXT, chat_tokenizer
 from ..helpers.models import KeyNorm
 from ..helpers.running import CONTEXT, LENGTH, compacted, random_ids
 
-pytestmark = [pytest.mark.quick, pytest.mark.core]
+pytestmark = pytest.mark.core
 
 QUESTIONS = ["Who?", "What did it bring?", "Why?", "Is it 412?", "Who keeps it?", "7?", "Who?", "Where is the ledger?"]
 
@@ -31,7 +31,7 @@ def threads() -> list[str]:
 # -- streams -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("question", QUESTIONS[:4])
+@pytest.mark.parametrize("question", QUESTIONS[:2])
 def test_pieces_are_the_answer(session, question):
     pieces = list(session.stream(question, 24))
     assert "".join(pieces) == session.ask(question, 24)
@@ -120,12 +120,12 @@ def test_a_callers_stopping_criteria_hold(session):
 
 def test_many_answers_are_those_of_one_by_one(any_model):
     cache = compacted(any_model, CONTEXT, scorer=KeyNorm(), kept_fraction=0.4, allocation="flat")
-    questions = [random_ids(length, seed=seed)[0].tolist() for seed, length in enumerate((4, 7, 4, 4, 7, 5, 4))]
-    limits = [6, 6, 6, 6, 6, 6, 3]
+    questions = [random_ids(length, seed=seed)[0].tolist() for seed, length in enumerate((4, 7, 4, 4, 5))]
+    limits = [4, 4, 4, 4, 2]
     asked = zip(questions, limits, strict=True)
     expected = [answer(any_model, cache.fork(), ids, limit, {}) for ids, limit in asked]
-    assert len(set(map(tuple, expected))) > 3 and len(expected[-1]) == 3
-    for batch_size in (1, 2, 16):
+    assert len(set(map(tuple, expected))) > 2 and len(expected[-1]) == 2
+    for batch_size in (2, 16):
         assert answer_many(any_model, cache, questions, limits, batch_size, {}) == [expected]
 
 
@@ -149,15 +149,15 @@ def test_questions_of_equal_length_share_a_forward(session, monkeypatch):
 def test_answers_that_end_early_are_cut_in_their_row(model):
     tokenizer = chat_tokenizer()
     session = Session.open(model, tokenizer, KeyNorm(), TEXT * 3, kept_fraction=0.4)
-    asked = [f"{a}{b}?" for a in "0123456789" for b in "012"]
+    asked = [f"{a}{b}?" for a in "0123" for b in "012"]
     prompt = session._document.prompt
-    found = [answer(model, session.cache.fork(), prompt.turn((), text), 12, {}) for text in asked]
+    found = [answer(model, session.cache.fork(), prompt.turn((), text), 9, {}) for text in asked]
     # End tokens that the model does choose, but not at once: rows of one batch end at different steps.
     ends = sorted({ids[5] for ids in found if len(ids) > 6} - {token for ids in found for token in ids[:3]})
-    expected = [session.ask(question, 12, eos_token_id=ends) for question in asked]
+    expected = [session.ask(question, 9, eos_token_id=ends) for question in asked]
     assert len({len(text) for text in expected}) > 2
     for pad in ({}, {"pad_token_id": None}):
-        assert session.ask_many(asked, 12, eos_token_id=ends, **pad) == expected
+        assert session.ask_many(asked, 9, eos_token_id=ends, **pad) == expected
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from ..helpers import chats
 from ..helpers.chats import TEXT, chat_tokenizer, ids_of, messages_of
 from ..helpers.models import KeyNorm
 
-pytestmark = [pytest.mark.quick, pytest.mark.core]
+pytestmark = pytest.mark.core
 
 #: Question, and what is answered, as ids would be chosen: reasoning, or none, or one that never ends.
 TURNS = [
@@ -62,7 +62,7 @@ def opened(model: Any, template: str | None = chats.REASONING, **options: Any) -
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("plain", {}), ("reasoning", {}), ("reasoning", {"enable_thinking": False}), ("dated", {})],
+    [("plain", {}), ("reasoning", {}), ("reasoning", {"enable_thinking": False})],
 )
 def test_logits_of_each_turn_equal_a_fresh_run_on_the_templates_text(model, unhooked, name, options):
     session = opened(model, chats.TEMPLATES[name], template_options=options)
@@ -79,10 +79,10 @@ def test_logits_of_each_turn_equal_a_fresh_run_on_the_templates_text(model, unho
         answers.append(say(session, question, answer))
         assert answers[-1] == answer
         # A model's own choice, too: this turn asked again, in a run of transformers alone.
-        new = unhooked.generate(torch.tensor([whole]), max_new_tokens=6, do_sample=False)[0, len(whole) :]
+        new = unhooked.generate(torch.tensor([whole]), max_new_tokens=3, do_sample=False)[0, len(whole) :]
         again = model.generate(
             torch.tensor([ids]), attention_mask=torch.ones((1, len(whole))), past_key_values=cache.fork(),
-            max_new_tokens=6, do_sample=False,
+            max_new_tokens=3, do_sample=False,
         )  # fmt: skip
         assert again[0, len(ids) :].tolist() == new.tolist()
     assert [message["content"] for message in session.history[::2]] == [asked for asked, _ in [*TURNS, ("Why?", "")]]
