@@ -1,8 +1,8 @@
 """Chat messages: which of a template's ids are the context of a session, and which follow it.
 
-A document opens a user's turn; a question follows it in the same turn, after an empty line, and later turns follow that.
-Offline the tokenizer's template tells the ids (`ChatPrompt`), as in `gatesight_hf.Session`; of a server they are what
-vLLM itself makes of messages (`Rendered`).
+A document opens a user's turn; a question follows it in the same turn, after an empty line, and later turns come after
+it. Offline the tokenizer's template tells the ids (`ChatPrompt`), as in `gatesight_hf.Session`; of a server they are
+what vLLM itself makes of messages (`Rendered`).
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -190,7 +190,7 @@ class SessionMiddleware:
 
         rendered = await Rendered.of(given.get("messages"), render)
         parameters = {**given["kv_transfer_params"], "before_document": rendered.before}
-        kept = {name: given[name] for name in ("model", "user", "priority", "request_id") if name in given}
+        kept = {name: given[name] for name in given if name in ("model", "user", "priority", "request_id")}
         return {**kept, "prompt": rendered.ids, "temperature": 0, "kv_transfer_params": parameters}
 
     def _explaining(self, scope: Scope, send: Send, asked: Asked) -> Send:
