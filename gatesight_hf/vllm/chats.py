@@ -19,7 +19,7 @@ _UNLIKE = ("Another text. ", "The text. ")
 
 def are_messages(given: Any) -> TypeGuard[Messages]:
     """Whether these are messages, and no text or ids."""
-    return isinstance(given, Sequence) and any(isinstance(one, Mapping) for one in given)
+    return isinstance(given, Sequence) and len(given) > 0 and isinstance(given[0], Mapping)
 
 
 def prompt_of(

@@ -139,18 +139,18 @@ def test_a_conversation_is_the_same_everywhere(model, tokenizer, engine, server)
 
 @pytest.mark.parametrize("variables", [{}, {"thinking": False}, {"thinking": True}], ids=str)
 def test_variables_of_a_template_reach_it(engine, server, monkeypatch, variables):
-    tokenizer = engine.llm.get_tokenizer()
-    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    tokenizer = reference.load_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    monkeypatch.setattr(engine.llm, "get_tokenizer", lambda: tokenizer)  # the engine's is many copies
     options = {"chat_template": TEMPLATE, "chat_template_kwargs": variables}
     opened = engine.open(opening(), kept_fraction=1.0, template_options=variables)
     about = {"gatesight": "open", "session": "variables", "kept_fraction": 1.0}
     assert server.chat(opening(), about, **options).json()["kv_transfer_params"]["tokens"] == opened.tokens
     for answers in ([], ["7 8"], ["7 8", "the number is 4"]):
-        expected = told(server.chat(conversation(answers), **options))
-        assert expected[0] == ids_of(tokenizer, conversation(answers), **variables)
-        asked = server.chat(conversation(answers), {"gatesight": "ask", "session": "variables"}, **options)
+        ids = ids_of(tokenizer, conversation(answers), **variables)
+        about = {"gatesight": "ask", "session": "variables"}
         (ours,) = engine.ask(opened, [after_document(answers)], GREEDY)
-        assert told(asked) == offline(ours) == expected
+        assert offline(ours)[0] == told(server.chat(conversation(answers), about, **options))[0] == ids
     engine.drop(opened)
 
 
