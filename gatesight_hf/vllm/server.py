@@ -171,14 +171,11 @@ class SessionMiddleware:
             ValueError: Messages, options or a template that give none.
             _RefusedError: By vLLM.
         """
-        shown = ChatCompletionRequest.model_validate({**given, "kv_transfer_params": None}).build_chat_params(
-            None, "auto"
-        )
-        same = {
-            name: given[name] for name in ("model", "tools", "chat_template", "add_special_tokens") if name in given
-        }
-        # Reasoning effort and documents are among them, which a chat completion has fields for.
-        same["chat_template_kwargs"] = shown.chat_template_kwargs
+        asked = ChatCompletionRequest.model_validate({**given, "kv_transfer_params": None})
+        both = ("model", "tools", "chat_template", "add_special_tokens")
+        same = {name: value for name, value in given.items() if name in both}
+        # Reasoning effort and documents are among them, which have fields of their own in a chat completion.
+        same["chat_template_kwargs"] = asked.build_chat_params(None, "auto").chat_template_kwargs
 
         async def render(messages: list[Any]) -> list[int]:
             status, response = await self._post(scope, TOKENIZE, {**same, "messages": messages})
@@ -190,7 +187,7 @@ class SessionMiddleware:
 
         rendered = await Rendered.of(given.get("messages"), render)
         parameters = {**given["kv_transfer_params"], "before_document": rendered.before}
-        kept = {name: given[name] for name in given if name in ("model", "user", "priority", "request_id")}
+        kept = {name: value for name, value in given.items() if name in ("model", "user", "priority", "request_id")}
         return {**kept, "prompt": rendered.ids, "temperature": 0, "kv_transfer_params": parameters}
 
     def _explaining(self, scope: Scope, send: Send, asked: Asked) -> Send:
