@@ -178,7 +178,7 @@ class GateSightLLM:
         """Of a context, or of a question behind a prompt's document."""
         if are_messages(text):
             if prompt is None:
-                raise ValueError("Messages ask sessions that messages opened: give the question as text or token ids.")
+                raise ValueError("Messages ask sessions that messages opened, and that were not dropped.")
             return prompt.turn(*turns_of(text))
         if isinstance(text, str):
             return list(self.llm.get_tokenizer()(text).input_ids) if prompt is None else prompt.turn((), text)
