@@ -74,6 +74,7 @@ test-vllm: $(VLLM)/.stamp  ## the tests of the vLLM plugin
 		echo "vLLM tests with $$family" && \
 		OMP_NUM_THREADS=1 GATESIGHT_TEST_FAMILY=$$family $(VLLM)/bin/python -m pytest tests/vllm/test_vllm.py || exit 1; \
 	done
+	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm/test_vllm_chats.py
 	@$(VLLM)/bin/python -m pytest tests/vllm/test_vllm_server.py
 	@$(VLLM)/bin/python -m pytest tests/project/test_notebooks.py -k vllm
 

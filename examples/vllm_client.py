@@ -19,12 +19,13 @@ URL = sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8000"
 SESSION = "my-document"
 
 
-def complete(client: OpenAI, prompt: str, kind: str, **options: Any) -> Any:
-    """A completion that opens or asks the session."""
+def complete(client: OpenAI, text: str, kind: str, **options: Any) -> Any:
+    """A chat completion that opens or asks the session."""
     model = client.models.list().data[0].id
     about = {"gatesight": kind, "session": SESSION, **options.pop("about", {})}
-    return client.completions.create(
-        model=model, prompt=prompt, temperature=0, extra_body={"kv_transfer_params": about}, **options
+    messages: list[Any] = [{"role": "user", "content": text}]
+    return client.chat.completions.create(
+        model=model, messages=messages, temperature=0, extra_body={"kv_transfer_params": about}, **options
     )
 
 
@@ -36,9 +37,9 @@ print("opened:", opened.kv_transfer_params)  # entries kept per layer, blocks an
 
 
 def answer(question: Any) -> str:
-    # The prompt of a child is the context and a question; only the question is computed.
-    response = complete(client, f"{document.text} {question.text}", "ask", max_tokens=5)
-    return response.choices[0].text.strip()
+    # The question follows the document in its message, after an empty line; only the question is computed.
+    response = complete(client, f"{document.text}\n\n{question.text}", "ask", max_tokens=5)
+    return response.choices[0].message.content.strip()
 
 
 with ThreadPoolExecutor() as pool:  # children are batched with each other and with ordinary requests

@@ -33,7 +33,7 @@ _OWN = frozenset(
     "conversation messages tokenize add_generation_prompt continue_final_message return_tensors return_dict padding "
     "truncation max_length return_assistant_tokens_mask tokenizer_kwargs sanitize_control_tokens chat_template".split()
 )
-_WITHOUT = " For raw text, without a template, give chat=False."
+_WITHOUT = " Raw text needs no template: chat=False of Session.open."
 
 
 class Turn(NamedTuple):

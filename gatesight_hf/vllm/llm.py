@@ -4,15 +4,17 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.config import KVTransferConfig
 
 from gatesight_kernels.checks import check_whole_number
 
+from ..session.prompts import ChatPrompt
 from . import register
 from .book import MAX_SESSIONS
+from .chats import Messages, are_messages, prompt_of, turns_of
 from .connector import GateSightConnector
 from .messages import ASK, DROP, GATESIGHT, NO_PROMPT, OPEN, REPORT, OpenOptions
 from .worker import GateSightWorker
@@ -88,21 +90,45 @@ class GateSightLLM:
         register()
         self.llm = LLM(model=str(model), **config, **options)
         self._ids = itertools.count()
+        #: By session, of those that messages opened.
+        self._prompts: dict[str, ChatPrompt] = {}
 
-    def open(self, context: str | Sequence[int], session_id: str | None = None, **options: Any) -> SessionReport:
+    def open(
+        self,
+        context: str | Sequence[int] | Messages,
+        session_id: str | None = None,
+        *,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> SessionReport:
         """Prefill a context, compact it, and keep it for questions.
 
+        As messages, the context goes through the chat template, up to the document's end: what the template has before
+        the document, the system text too, always stays, and a question closes the document's turn.
+
         Args:
-            context: Text, or token ids.
+            context: Text, or token ids; or messages, which are the document as a user's, after a system message or
+                none.
             session_id: A session of that id is replaced.
+            template_options: Of messages: variables of the template, such as `{"enable_thinking": False}`, and
+                `tools`.
             options: Those of `OpenOptions`, in place of the engine's.
 
         Raises:
-            ValueError: Options out of range.
+            TypeError: An option is not the template's.
+            ValueError: Options out of range, other messages, or a template that does not let a question follow a
+                document.
             RuntimeError: The engine could not serve it, for example because no block is free.
         """
         session_id = f"session-{next(self._ids)}" if session_id is None else session_id
-        ids = self._ids_of(context)
+        prompt = None
+        if are_messages(context):
+            prompt, ids = prompt_of(self.llm.get_tokenizer(), context, template_options)
+            options["before_document"] = prompt.protected(ids)
+        elif template_options:
+            raise ValueError("template_options: text and token ids do not go through the template; give messages.")
+        else:
+            ids = self._ids_of(context)
         given = self._options.updated(options)
         parameters = {name: getattr(given, name) for name in options}
         self._run([ids], SamplingParams(max_tokens=1, temperature=0), OPEN, session_id, parameters)
@@ -110,29 +136,37 @@ class GateSightLLM:
         if found["report"] is None:
             why = found["refusal"] or "it made room for others at once"
             raise RuntimeError(f"GateSight: session {session_id!r} could not be served ({OPEN}): {why}.")
+        self._prompts.pop(session_id, None)
+        if prompt is not None:
+            self._prompts[session_id] = prompt
         return SessionReport(session_id, tuple(ids), **found["report"])
 
     def ask(
         self,
         session: SessionReport,
-        questions: Sequence[str | Sequence[int]],
+        questions: Sequence[str | Sequence[int] | Messages],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Answer questions, each from a child of its own, batched.
 
         Args:
             session: As `open` returned it.
-            questions: Text, or token ids.
+            questions: Text, or token ids. Where messages opened the session, text is a question in the document's
+                turn; or each is messages, from the first question about the document to the last one.
             sampling: For all questions, or one for each.
 
         Raises:
+            ValueError: Messages that are no such turns, that the template refuses, or for a session that text or ids
+                opened; or a question that has no tokens or joins with the document's end.
             RuntimeError: The session is gone.
         """
-        prompts = [[*session.token_ids, *self._ids_of(question)] for question in questions]
+        prompt = self._prompts.get(session.session_id)
+        prompts = [[*session.token_ids, *self._ids_of(question, prompt)] for question in questions]
         return self._run(prompts, sampling, ASK, session.session_id)
 
     def drop(self, session: SessionReport) -> bool:
         """End a session: its blocks go back to the pool. False if it was gone already."""
+        self._prompts.pop(session.session_id, None)
         return bool(self._about(session.session_id, DROP)["dropped"])
 
     def _about(self, session_id: str, kind: str) -> dict[str, Any]:
@@ -140,8 +174,15 @@ class GateSightLLM:
         assert output.kv_transfer_params is not None
         return output.kv_transfer_params
 
-    def _ids_of(self, text: str | Sequence[int]) -> list[int]:
-        return list(self.llm.get_tokenizer()(text).input_ids) if isinstance(text, str) else list(text)
+    def _ids_of(self, text: str | Sequence[int] | Messages, prompt: ChatPrompt | None = None) -> list[int]:
+        """Of a context, or of a question behind a prompt's document."""
+        if are_messages(text):
+            if prompt is None:
+                raise ValueError("Messages ask sessions that messages opened, and that were not dropped.")
+            return prompt.turn(*turns_of(text))
+        if isinstance(text, str):
+            return list(self.llm.get_tokenizer()(text).input_ids) if prompt is None else prompt.turn((), text)
+        return list(cast(Sequence[int], text))
 
     def _run(
         self,

@@ -3,8 +3,10 @@
 A request says what it is in `kv_transfer_params`:
 
 - `{"gatesight": "open", "session": ID}`, with those of `OpenOptions` that are not to be the engine's: a parent, whose
-  prompt is the context, and which generates one token that is thrown away.
-- `{"gatesight": "ask", "session": ID}`: a child, whose prompt is context and question.
+  prompt is the context, and which generates one token that is thrown away. Of chat messages the context ends with the
+  document, which is the last of them (`chats`).
+- `{"gatesight": "ask", "session": ID}`: a child, whose prompt is context and question. As chat messages they are those
+  that opened it, with the question in the document's message, after an empty line, and the turns that follow.
 - `"report"` and `"drop"`: what a session is, and its end. The answer is in `kv_transfer_params` of the response, and
   their prompt does not matter.
 """
@@ -17,6 +19,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from gatesight_kernels.checks import check_whole_number
 
 from ..compaction.plan import CompactionOptions
 from ..methods.named import BY_ENTRIES
@@ -40,6 +44,8 @@ class OpenOptions:
 
     Attributes:
         kept_fraction: As in `GateSightCache`.
+        before_document: Tokens of a chat template before the document: they always stay, and the protected prefix
+            begins behind them.
         protected_prefix, protected_suffix: Likewise.
         allocation: Likewise, without `global`.
         gate_exponent: Likewise.
@@ -54,6 +60,7 @@ class OpenOptions:
     """
 
     kept_fraction: float = 0.1
+    before_document: int = 0
     protected_prefix: int = 0
     protected_suffix: int = 0
     allocation: str = "gate"
@@ -64,6 +71,8 @@ class OpenOptions:
     empty: bool = False
 
     def __post_init__(self) -> None:
+        check_whole_number("before_document", self.before_document, 0)
+        check_whole_number("protected_prefix", self.protected_prefix, 0)
         self.compaction(block_size=1)
         if self.allocation == "global":
             raise ValueError(
@@ -106,7 +115,7 @@ class OpenOptions:
         size = block_size if self.whole_blocks else 1
         return CompactionOptions(
             self.kept_fraction,
-            self.protected_prefix,
+            self.before_document + self.protected_prefix,
             self.allocation,
             size,
             self.gate_exponent,
