@@ -41,7 +41,7 @@ define install
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint test-compat vllm test-vllm docs build clean
+.PHONY: help demo test check lint test-compat vllm test-vllm test-vllm-full docs build clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 22
@@ -75,8 +75,12 @@ test-vllm: $(VLLM)/.stamp  ## the tests of the vLLM plugin
 		OMP_NUM_THREADS=1 GATESIGHT_TEST_FAMILY=$$family $(VLLM)/bin/python -m pytest tests/vllm/test_vllm.py || exit 1; \
 	done
 	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm/test_vllm_chats.py
+	@OMP_NUM_THREADS=1 GATESIGHT_TEST_RUNNER=v2 $(VLLM)/bin/python -m pytest tests/vllm/test_vllm.py -k "runner or ordinary"
 	@$(VLLM)/bin/python -m pytest tests/vllm/test_vllm_server.py
 	@$(VLLM)/bin/python -m pytest tests/project/test_notebooks.py -k vllm
+
+test-vllm-full: test-vllm  ## these, and all of them under Model Runner V2, in Triton's interpreter: a quarter of an hour more
+	@OMP_NUM_THREADS=1 GATESIGHT_TEST_RUNNER=v2 $(VLLM)/bin/python -m pytest tests/vllm/test_vllm.py
 
 docs: $(VENV)/.stamp-test  ## the reference site into site/
 	@$(VENV)/bin/python .ci/pages.py site

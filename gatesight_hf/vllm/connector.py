@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
-    KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
@@ -105,9 +104,9 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
         """Called by the worker when its model is loaded."""
         self._worker.bind(runner)
 
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        assert isinstance(kv_connector_metadata, StepMetadata)
-        self._worker.begin(kv_connector_metadata)
+    def begin_step(self, step: StepMetadata) -> None:
+        """Called by the worker before anything of a step is prepared."""
+        self._worker.begin(step)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         groups = self._kv_cache_config.kv_cache_groups

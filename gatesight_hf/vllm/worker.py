@@ -2,8 +2,8 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from .paged import GateSightAttentionSpec
 from .pages import Pages, check_layout
 from .recording import Recorded, Recorder
 
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
 logger = init_logger(__name__)
 
 
@@ -39,6 +42,34 @@ class GateSightWorker(CPUWorker):
         super().initialize_from_config(kv_cache_config)
         connector: Any = get_kv_transfer_group()
         connector.bind_runner(self.model_runner)
+
+    def execute_model(self, scheduler_output: "SchedulerOutput") -> Any:
+        # Before either runner prepares inputs: Model Runner V2 calls the connector's own hooks after that.
+        step: Any = scheduler_output.kv_connector_metadata
+        if step is not None:
+            connector: Any = get_kv_transfer_group()
+            connector.begin_step(step)
+        return super().execute_model(scheduler_output)
+
+
+def order_of(runner: Any) -> Callable[[], Sequence[str]]:
+    """Gives the ids of the requests of the forward under way, in the order of its rows.
+
+    Args:
+        runner: vLLM's, of either kind: the first holds its batch, Model Runner V2 makes one for each step.
+    """
+    if hasattr(runner, "input_batch"):
+        return lambda: runner.input_batch.req_ids
+    prepare = runner.prepare_inputs
+    order: list[str] = []
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        batch = prepare(*args, **kwargs)
+        order[:] = batch.req_ids
+        return batch
+
+    runner.prepare_inputs = noting
+    return lambda: order
 
 
 class CompactingWorker:
@@ -80,7 +111,7 @@ class CompactingWorker:
             self._evicted[name] = torch.zeros(len(caches[name]), dtype=torch.int64)
 
     def bind(self, runner: Any) -> None:
-        self._recorder = Recorder(self._spec, lambda: runner.input_batch.req_ids)
+        self._recorder = Recorder(self._spec, order_of(runner))
         self._recorder.attach(runner.get_model())
 
     def begin(self, step: StepMetadata) -> None:

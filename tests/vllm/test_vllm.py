@@ -48,6 +48,8 @@ from ..helpers.models import EXPERTS, FAMILIES, SHARED, random_estimator
 #: One engine a process: `make test-vllm` runs three families with random weights, and the bundled model.
 FAMILY = os.environ.get("GATESIGHT_TEST_FAMILY", "reference")
 BUNDLED = FAMILY == "reference"
+#: vLLM's Model Runner V2 in place of the first one, which it takes by itself where there is no GPU; see `conftest`.
+RUNNER_V2 = os.environ.get("GATESIGHT_TEST_RUNNER") == "v2"
 
 #: Tokens of a context, of a step, and of a cache block.
 CONTEXT, STEP = 1024, 512
@@ -140,6 +142,11 @@ def prefilled(model: Any, scorer: Any, kept_fraction: float, **options: Any) -> 
     for start in range(0, CONTEXT, STEP):
         model(torch.tensor([CONTEXT_IDS[start : start + STEP]]), past_key_values=cache)
     return cache
+
+
+def test_the_runner_is_the_one_that_was_asked_for(engine):
+    executor = engine.llm.llm_engine.engine_core.engine_core.model_executor
+    assert hasattr(executor.driver_worker.worker.model_runner, "input_batch") != RUNNER_V2
 
 
 def test_children_of_a_parent_that_keeps_all_are_ordinary_runs(engine):
