@@ -86,7 +86,7 @@ def add_evaluate(verbs: Verbs) -> None:  # type: ignore[valid-type]
     verb.add_argument("--hotpotqa", type=Path, help="RULER: HotpotQA distractor JSON")
     verb.add_argument("--variants", default="", help="RULER and SCBench: comma-separated named variants")
     verb.add_argument("--max-turns", type=int, help="SCBench: questions per context, -1: all (official 5, KVzip's all)")
-    verb.set_defaults(run=_evaluate)
+    verb.set_defaults(run=_evaluate, goes_on=True)
 
 
 def add_report(verbs: Verbs) -> None:  # type: ignore[valid-type]

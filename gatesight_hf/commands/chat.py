@@ -104,6 +104,8 @@ class _Talk:
         if name == "report":
             print(format_report(self.session.report().to_dict()))
         elif name == "history":
+            if not self.session.history:
+                print("Nothing yet.")
             for message in self.session.history:
                 print(f"{'>' if message['role'] == 'user' else ' '} {message['content']}")
         elif name == "forget":

@@ -140,7 +140,7 @@ def _add_train(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         action="store_true",
         help="also fit the same MLPs on hidden states, for comparison (KVzap's inputs), into OUT/hidden_states",
     )
-    verb.set_defaults(run=_train)
+    verb.set_defaults(run=_train, goes_on=True)
 
 
 def _train(args: argparse.Namespace) -> None:
@@ -166,7 +166,7 @@ def _add_analyze(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     verb.add_argument("--longer-documents", type=int, default=8, help="to see what scores do on longer ones; may be 0")
     verb.add_argument("--longer-length", type=int, help="their tokens (default: twice --length)")
-    verb.set_defaults(run=_analyze)
+    verb.set_defaults(run=_analyze, goes_on=True)
 
 
 def _analyze(args: argparse.Namespace) -> None:
@@ -321,7 +321,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with quiet(on_cpu, data_sets):
             args.run(args)
     except KeyboardInterrupt:
-        print("gatesight: stopped; a long command goes on where it was when it is given again.", file=sys.stderr)
+        goes_on = "; it goes on where it was when it is given again" if getattr(args, "goes_on", False) else ""
+        print(f"gatesight: stopped{goes_on}.", file=sys.stderr)
         return 130
     except (ValueError, OSError, RuntimeError) as error:
         print(f"gatesight: {error}", file=sys.stderr)

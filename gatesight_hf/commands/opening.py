@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ def open_session(args: argparse.Namespace) -> Session:
     if given.pop("raw", False):
         given["chat"] = False
     text = read_documents(args.document)
+    if sys.stderr.isatty():  # a sign of life: a prefill on a CPU takes its time
+        print(f"Reading {len(text):,} characters …", file=sys.stderr)
     model, tokenizer = load_named(args.model)
     return Session.open(model, tokenizer, estimator, text, **given)
 

@@ -267,6 +267,22 @@ def write_tensor_file(path: str | Path, tensors: Mapping[str, Tensor], metadata:
         file.write(text.replace(NO_CHECKSUM.encode(), digest.hexdigest().encode(), 1))
 
 
+def check_target(path: str | Path) -> Path:
+    """Where a file that is written to `path` will be.
+
+    Raises:
+        TypeError: No path.
+        OSError: A folder is there, or none to put it in.
+    """
+    check_path("path", path)
+    target = Path(os.path.realpath(path))  # what a link names is replaced, not the link
+    if target.is_dir():
+        raise IsADirectoryError(f"{target} is a folder; give the name of a file.")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"There is no folder {target.parent} for {target.name}.")
+    return target
+
+
 @contextmanager
 def replacing(path: str | Path) -> Iterator[BinaryIO]:
     """A new file that takes the place of `path` when all of it is on the disk; until then, or on errors, nothing does.
@@ -274,12 +290,7 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: It cannot be written there.
     """
-    check_path("path", path)
-    target = Path(os.path.realpath(path))  # what a link names is replaced, not the link
-    if target.is_dir():
-        raise IsADirectoryError(f"path: {target} is a folder; give the name of a file.")
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"path: there is no folder {target.parent} for {target.name}.")
+    target = check_target(path)
     temporary = target.with_name(f".gatesight-{secrets.token_hex(8)}.tmp")
     try:
         with temporary.open("xb") as file:

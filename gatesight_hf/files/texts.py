@@ -25,6 +25,8 @@ HTML_LIMIT = 2**24
 #: Characters of all documents together: far more than any model reads.
 TEXT_LIMIT = 2**26
 STANDARD_INPUT = Path("-")
+#: By module, what is installed.
+PIP_NAMES = {"bs4": "beautifulsoup4", "lxml": "lxml", "pypdf": "pypdf"}
 PDF_MAGIC = b"%PDF-"
 
 #: Elements that a browser does not show.
@@ -101,6 +103,10 @@ def _bytes(path: Path) -> bytes:
     if path == STANDARD_INPUT:
         data = sys.stdin.buffer.read(FILE_LIMIT + 1)
     else:
+        if path.expanduser().is_dir():
+            raise IsADirectoryError(f"{path} is a folder; name the files in it.")
+        if not path.expanduser().exists():
+            raise FileNotFoundError(f"{path}: no such file.")
         with path.expanduser().open("rb") as file:
             data = file.read(FILE_LIMIT + 1)
     if len(data) > FILE_LIMIT:
@@ -122,8 +128,9 @@ def _library(name: str, path: Path) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        message = f'{_named(path)} needs the package {name}: pip install "gatesight-hf[documents]"'
-        raise ValueError(message) from error
+        raise ValueError(
+            f'{_named(path)} needs {name}, which the extra "documents" brings: pip install {PIP_NAMES[name]}'
+        ) from error
 
 
 # -- PDF ---------------------------------------------------------------------------------------------------------------

@@ -34,12 +34,12 @@ def check_question(
         )
 
 
-def check_questions(questions: Any, max_new_tokens: int, options: Mapping[str, Any]) -> None:
-    """Likewise, of `ask_many`."""
+def check_questions(verb: str, questions: Any, max_new_tokens: int, options: Mapping[str, Any]) -> None:
+    """Likewise, of several."""
     if isinstance(questions, str) or not isinstance(questions, Sequence):
         raise TypeError(f"questions must be a list of strings, got {described(questions)}; ask() takes one.")
     for question in questions:
-        check_question("ask_many", question, max_new_tokens, options, more=("streamer",))
+        check_question(verb, question, max_new_tokens, options, more=("streamer",))
 
 
 def answer(

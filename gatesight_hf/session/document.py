@@ -1,5 +1,6 @@
 """A document as it was read: what all questions and conversations begin from."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +55,12 @@ class Document:
     ) -> "Document":
         """Prefill a text and compact its cache; arguments as of `Session.open`."""
         behind, ids = prompt.add(text)
+        most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if most is not None and len(ids) >= most:
+            warnings.warn(
+                f"The document has {len(ids):,} tokens, and the model was made for {most:,}: answers may be wrong.",
+                stacklevel=3,
+            )
         always = behind.protected(ids) + protected_prefix
         cache = GateSightCache(scorer, model, protected_prefix=always, **options)
         prefill(model, torch.tensor([ids], device=model.device), cache, chunk_size)

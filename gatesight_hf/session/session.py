@@ -156,7 +156,7 @@ class Session:
             TypeError, ValueError: See `ask`; nothing is answered if a question is wrong.
         """
         check_whole_number("batch_size", batch_size)
-        check_questions(questions, max_new_tokens, generate_options)
+        check_questions("ask_many", questions, max_new_tokens, generate_options)
         ids = [self._document.prompt.turn((), question) for question in questions]
         with tqdm(total=len(ids), desc="questions", unit="question", leave=False, disable=None) as bar:
             limits = [max_new_tokens] * len(ids)

@@ -11,7 +11,7 @@ from ..errors import CacheStateError
 from ..methods import RandomScorer
 from ..scoring.interface import Recorder, Scorer
 from ..view import Answered, Page, recorded, view_of
-from .answering import answer_many, decoded
+from .answering import answer_many, check_questions, decoded
 from .document import Document
 
 
@@ -25,12 +25,15 @@ def page_of(
     prefill_chunk_size: int | None,
 ) -> Page:
     """See `Session.view`."""
+    check_questions("view", questions, max_new_tokens, {})
     cache, ids = document.cache, document.cache.context.tokens.ids
     own, options = cache.scorer, cache.options
     if ids is None or cache.context.tokens.pictures:
         raise CacheStateError("A document of embeddings or pictures has no tokens to show.")
     if isinstance(own, AbsentScorer):
-        raise CacheStateError("The session was loaded without its estimator, which rates entries: give it to load.")
+        raise CacheStateError(
+            "The session was loaded without its estimator, which rates entries: give it to load (--estimator)."
+        )
     name = "gatesight" if "gatesight" not in (scorers or {}) else "session"
     shown = {name: own, **({"random": RandomScorer()} if scorers is None else scorers)}
     tokens = texts_of(tokenizer, ids[0].tolist())

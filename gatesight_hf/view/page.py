@@ -4,7 +4,6 @@ import base64
 import hashlib
 import html
 import json
-import os
 import re
 import zlib
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 from gatesight_kernels.checks import described
 
+from ..files.tensor_files import replacing
 from .collect import FRACTIONS, MethodView, View
 
 #: Of the frame in a notebook.
@@ -42,13 +42,8 @@ class Page:
         Raises:
             OSError: It cannot be written.
         """
-        path = Path(path).expanduser()
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            beside.write_text(self.html, encoding="utf-8")
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
+        with replacing(path) as file:
+            file.write(self.html.encode())
 
     def _repr_html_(self) -> str:
         return f'<iframe sandbox="allow-scripts" style="{_FRAME}" srcdoc="{html.escape(self.html)}"></iframe>'

@@ -177,3 +177,13 @@ def test_a_date_in_the_head_stays_that_of_the_opening(model, tmp_path, monkeypat
         loaded = Session.load(path, model, tokenizer)
         assert loaded.chat("Why?", 3) == session.chat("Why?", 3)
     assert session.cache.context.tokens.ids[0].tolist() == ids and "2051" not in tokenizer.decode(ids)
+
+
+def test_a_document_beyond_the_model_is_said(model):
+    most = model.config.max_position_embeddings
+    model.config.max_position_embeddings = 100
+    try:
+        with pytest.warns(UserWarning, match=r"tokens, and the model was made for 100"):
+            Session.open(model, chat_tokenizer(), KeyNorm(), TEXT * 3)
+    finally:
+        model.config.max_position_embeddings = most
