@@ -283,7 +283,6 @@ ERRORS = {
     f'{TOY} --options {{"best":{{}}}}': "Options for unknown methods ['best']; there are gatesight,",
     f'{TOY} --method snapkv --options {{"snapkv":{{"windows":8}}}}': "Options of snapkv: ",
     f"{TOY} --template-options [": "--template-options [: no JSON",
-    f"{TOY} --method random --chat-template": "The tokenizer has no chat template",
     f"{TOY} --estimator mine": "--estimator mine: give NAME=FOLDER",
     f"{TOY} --estimator mine=nowhere": "--estimator mine=nowhere: no such folder",
     f"{TOY} --method mine --estimator mine=nowhere": "nowhere",

@@ -101,7 +101,7 @@ def test_a_cache_and_a_session_open_from_a_repo(hub, dense, bundled, tmp_path):
     session = Session.open(model, tokenizer, "org/reference", text, kept_fraction=0.5, revision="v1")
     assert session.ask(asked, max_new_tokens=4) == "4 8 2 1"
     session.save(tmp_path / "doc")
-    loaded = Session.load(tmp_path / "doc", model, tokenizer, "org/reference", revision="v1")
+    loaded = Session.load(tmp_path / "doc", model, tokenizer, Estimator.from_pretrained("org/reference", revision="v1"))
     assert loaded.ask(asked, max_new_tokens=4) == "4 8 2 1"
     hub.repos["org/reference"].commit(shipped)
     (tmp_path / "text").write_text(text)
