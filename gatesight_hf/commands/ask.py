@@ -19,7 +19,7 @@ def ask_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
     if not args.question and args.save is None:
         raise ValueError("Nothing to do: give a --question, or --save to keep the session.")
     if args.save is not None:
-        check_target(args.save)
+        check_target(args.save, "--save")
     session = open_session(args)
     if args.save is not None:
         session.save(args.save)

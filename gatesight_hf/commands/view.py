@@ -25,7 +25,7 @@ def view_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
     methods = [name for name in args.method.split(",") if name]
     if unknown := [name for name in methods if name not in READY]:
         raise ValueError(f"--method: there is no {', '.join(unknown)} here; there are {', '.join(sorted(READY))}.")
-    check_target(args.out)
+    check_target(args.out, "--out")
     if args.estimator is None and args.model == REFERENCE:
         args.estimator = ESTIMATOR_PATH  # a saved session is loaded without one otherwise, and has no scores
     session = open_session(args)

@@ -267,19 +267,19 @@ def write_tensor_file(path: str | Path, tensors: Mapping[str, Tensor], metadata:
         file.write(text.replace(NO_CHECKSUM.encode(), digest.hexdigest().encode(), 1))
 
 
-def check_target(path: str | Path) -> Path:
-    """Where a file that is written to `path` will be.
+def check_target(path: str | Path, name: str = "path") -> Path:
+    """Where a file that is written to `path` will be; messages call it `name`.
 
     Raises:
         TypeError: No path.
         OSError: A folder is there, or none to put it in.
     """
-    check_path("path", path)
+    check_path(name, path)
     target = Path(os.path.realpath(path))  # what a link names is replaced, not the link
     if target.is_dir():
-        raise IsADirectoryError(f"{target} is a folder; give the name of a file.")
+        raise IsADirectoryError(f"{name}: {target} is a folder; give the name of a file.")
     if not target.parent.is_dir():
-        raise FileNotFoundError(f"There is no folder {target.parent} for {target.name}.")
+        raise FileNotFoundError(f"{name}: there is no folder {target.parent} for {target.name}.")
     return target
 
 

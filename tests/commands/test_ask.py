@@ -66,7 +66,7 @@ MISTAKES = {
     "--document {document} --question x --estimator {folder}": "no config.json",
     "--document {document} --question x --model {model}": "--estimator is needed",
     "--document {document} --question x --model ./nowhere --estimator {folder}": "--model ./nowhere: no such folder",
-    "--document {document} --save {folder}/no/such": "There is no folder",
+    "--document {document} --save {folder}/no/such": "--save: there is no folder",
     "--session {folder}/nowhere --question x": "no such file",
     "--session {document} --question x": "not a safetensors file",
     "--session {model}/model.safetensors --question x": "not one of a saved cache",

@@ -76,7 +76,7 @@ def test_what_fails_ends_a_turn_and_not_the_conversation(document, tmp_path, mon
     monkeypatch.setattr(Session, "stream", lambda *_, **__: iter([1 / 0]) if False else _failing())
     assert chat("--document", document) == 0
     out, err = capsys.readouterr()
-    assert "Where to? /save FILE" in out and "There is no folder" in err and "gatesight: no room" in err
+    assert "Where to? /save FILE" in out and "there is no folder" in err and "gatesight: no room" in err
     assert FIRST not in out
 
 

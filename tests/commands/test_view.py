@@ -84,4 +84,4 @@ def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_a_place_that_is_not_there_is_said_before_anything_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["view", "--document", "nowhere", "--out", "/no/such/kept.html"]) == 1
-    assert "There is no folder /no/such for kept.html" in capsys.readouterr().err
+    assert "--out: there is no folder /no/such for kept.html" in capsys.readouterr().err
