@@ -5,10 +5,16 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from .. import __version__
+
+
+def _show(args: argparse.Namespace, result: Any, as_text: Callable[[Any], str]) -> None:
+    """Print a result: as JSON where that was asked for, or else for people."""
+    print(json.dumps(result, indent=2) if args.json else as_text(result))
 
 
 def _add_demo(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -25,7 +31,7 @@ def _demo(args: argparse.Namespace) -> None:
     from .demo import format_demo, run_demo
 
     result = run_demo(args.kept_fraction, args.length, args.needles, args.seed)
-    print(json.dumps(result, indent=2) if args.json else format_demo(result))
+    _show(args, result, format_demo)
 
 
 def _add_ask(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -45,7 +51,7 @@ def _ask(args: argparse.Namespace) -> None:
     from .ask import ask_from_arguments, format_answers
 
     result = ask_from_arguments(args)
-    print(json.dumps(result, indent=2) if args.json else format_answers(result))
+    _show(args, result, format_answers)
 
 
 def _add_chat(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -83,7 +89,7 @@ def _view(args: argparse.Namespace) -> None:
     from .view import format_view, view_from_arguments
 
     result = view_from_arguments(args)
-    print(json.dumps(result, indent=2) if args.json else format_view(result))
+    _show(args, result, format_view)
 
 
 def _add_collection(verb: argparse.ArgumentParser) -> None:
@@ -148,13 +154,13 @@ def _train(args: argparse.Namespace) -> None:
         from ..training.dry_run import dry_run, format_dry_run
 
         found = dry_run(args)
-        print(json.dumps(found, indent=2) if args.json else format_dry_run(found))
+        _show(args, found, format_dry_run)
         return
     from ..training.run import format_metrics, train_from_arguments
 
     metrics = train_from_arguments(args)
     if metrics is not None:
-        print(json.dumps(metrics, indent=2) if args.json else format_metrics(metrics))
+        _show(args, metrics, format_metrics)
 
 
 def _add_analyze(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -175,7 +181,7 @@ def _analyze(args: argparse.Namespace) -> None:
 
     found = analyze_from_arguments(args)
     if found is not None:
-        print(json.dumps(found, indent=2) if args.json else markdown(found, args.out.name))
+        _show(args, found, lambda result: markdown(result, args.out.name))
 
 
 def _add_serve(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -239,12 +245,12 @@ def _inspect(args: argparse.Namespace) -> None:
         of_model = inspect_model(
             args.source, args.context or (), args.kept_fraction or (), args.dtype, rows, commit or args.revision
         )
-        print(json.dumps(of_model, indent=2) if args.json else format_model(of_model))
+        _show(args, of_model, format_model)
         return
     if unfit := [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]:
         raise ValueError(f"{', '.join(unfit)}: for models; {args.source} is an estimator.")
     found = inspect(args.source, revision=args.revision)
-    print(json.dumps(found, indent=2) if args.json else format_inspection(found))
+    _show(args, found, format_inspection)
 
 
 def _add_push(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -272,7 +278,7 @@ def _push(args: argparse.Namespace) -> None:
         revision=args.revision,
         commit_message=args.message,
     )
-    print(json.dumps(result, indent=2) if args.json else format_push(result))
+    _show(args, result, format_push)
 
 
 def _add_evaluation(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -32,7 +32,7 @@ def open_session(args: argparse.Namespace) -> Session:
             )
         model, tokenizer = load_named(args.model)
         return Session.load(args.session, model, tokenizer, args.estimator)
-    estimator = args.estimator or (ESTIMATOR_PATH if args.model == REFERENCE else None)
+    estimator = estimator_of(args)
     if estimator is None:
         raise ValueError("--estimator is needed for any model but 'reference'.")
     if "template_options" in given:
@@ -44,6 +44,11 @@ def open_session(args: argparse.Namespace) -> Session:
         print(f"Reading {len(text):,} characters …", file=sys.stderr)
     model, tokenizer = load_named(args.model)
     return Session.open(model, tokenizer, estimator, text, **given)
+
+
+def estimator_of(args: argparse.Namespace) -> str | Path | None:
+    """What `--estimator` names, or for the reference model the bundled one."""
+    return args.estimator or (ESTIMATOR_PATH if args.model == REFERENCE else None)
 
 
 def _object(text: str) -> dict[str, Any]:

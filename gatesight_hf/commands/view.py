@@ -6,10 +6,8 @@ from typing import Any
 
 from ..files.tensor_files import check_target
 from ..methods.named import READY
-from ..models.loading import REFERENCE
-from ..reference import ESTIMATOR_PATH
 from ..view import FRACTIONS, Page
-from .opening import open_session
+from .opening import estimator_of, open_session
 
 
 def view_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -26,8 +24,7 @@ def view_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
     if unknown := [name for name in methods if name not in READY]:
         raise ValueError(f"--method: there is no {', '.join(unknown)} here; there are {', '.join(sorted(READY))}.")
     check_target(args.out, "--out")
-    if args.estimator is None and args.model == REFERENCE:
-        args.estimator = ESTIMATOR_PATH  # a saved session is loaded without one otherwise, and has no scores
+    args.estimator = estimator_of(args)  # a saved session is loaded without one otherwise, and has no scores
     session = open_session(args)
     scorers = {name: READY[name]() for name in methods}
     page = session.view(args.question, scorers, args.max_new_tokens, args.prefill_chunk_size)

@@ -77,7 +77,7 @@ class Prompt(ABC):
 
     @abstractmethod
     def saved(self) -> dict[str, Any]:
-        """For `loaded_prompt`; JSON values."""
+        """What `saving` keeps of it; JSON values."""
 
     def _ids(self, text: str, special: bool = False) -> Ids:
         # verbose=False: long contexts are the purpose here, no warning is due.
@@ -118,9 +118,9 @@ class ChatPrompt(Prompt):
     """The tokenizer's chat template: a system text, then the document and a question as the first user turn.
 
     Ids are those of `apply_chat_template` for all messages; what it says before the document, such as a date, stays as
-    it was when that was read. A text is tokenized with the last characters before it,
-    since a tokenizer may join both; where it does at the border of document and question, the joined tokens count as
-    the question's, and a question that joins more is an error.
+    it was when that was read. A text is tokenized with the last characters before it, since a tokenizer may join both;
+    where it does at the border of document and question, the joined tokens count as the question's, and a question
+    that joins more is an error.
 
     Attributes:
         tokenizer: With a chat template.

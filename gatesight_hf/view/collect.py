@@ -146,41 +146,22 @@ def collect(
     *,
     tokens: Sequence[str],
     allocation: str | Mapping[str, str] = "gate",
-    protected_prefix: int = 0,
-    protected_suffix: int = 0,
     block_size: int = 1,
-    gate_exponent: float = 1.0,
-    prefill_chunk_size: int | None = None,
+    **options: Any,
 ) -> View:
     """Prefill a document once, rate it by each scorer, and plan a compaction at each of `FRACTIONS`.
 
     Args:
-        model: The hybrid model.
-        ids: Of the document's tokens.
-        scorers: By the name of the method.
+        model, ids, scorers, allocation, block_size, options: See `recorded`.
         tokens: Display text of each id.
-        allocation: Of all methods, or by name.
-        protected_prefix, protected_suffix, block_size, gate_exponent: See `GateSightCache`.
-        prefill_chunk_size: Tokens per forward; None prefills in one.
 
     Raises:
-        TypeError: Scorers or allocations by name are no mapping, or a text is none.
-        ValueError: No ids or scorers, another number of tokens, or options that `GateSightCache` refuses.
-        UnsupportedModelError, EstimatorMismatchError: See `GateSightCache`.
+        TypeError, UnsupportedModelError, EstimatorMismatchError: See `recorded`; or a text is none.
+        ValueError: Likewise; or another number of tokens.
     """
     if len(tokens) != len(ids):
         raise ValueError(f"tokens must have a text for each of {len(ids)} ids, got {len(tokens)}.")
-    parent = recorded(
-        model,
-        ids,
-        scorers,
-        allocation=allocation,
-        protected_prefix=protected_prefix,
-        protected_suffix=protected_suffix,
-        block_size=block_size,
-        gate_exponent=gate_exponent,
-        prefill_chunk_size=prefill_chunk_size,
-    )
+    parent = recorded(model, ids, scorers, allocation=allocation, block_size=block_size, **options)
     return view_of(parent, scorers, tokens, allocation, block_size)
 
 
@@ -196,7 +177,21 @@ def recorded(
     gate_exponent: float = 1.0,
     prefill_chunk_size: int | None = None,
 ) -> GateSightCache:
-    """A cache that has read a document, with what all scorers need, and is not compacted; as for `collect`."""
+    """A cache that has read a document, with what all scorers need, and is not compacted.
+
+    Args:
+        model: The hybrid model.
+        ids: Of the document's tokens.
+        scorers: By the name of the method.
+        allocation: Of all methods, or by name.
+        protected_prefix, protected_suffix, block_size, gate_exponent: See `GateSightCache`.
+        prefill_chunk_size: Tokens per forward; None prefills in one.
+
+    Raises:
+        TypeError: Scorers or allocations by name are no mapping.
+        ValueError: No ids or scorers, or options that `GateSightCache` refuses.
+        UnsupportedModelError, EstimatorMismatchError: See `GateSightCache`.
+    """
     if not isinstance(scorers, Mapping):
         raise TypeError(f"scorers must map names of methods to scorers, got {described(scorers)}.")
     if not scorers:
@@ -223,7 +218,7 @@ def view_of(
     allocation: str | Mapping[str, str] = "gate",
     block_size: int = 1,
 ) -> View:
-    """Likewise, of a cache that `recorded` gave."""
+    """What each scorer keeps of a cache that `recorded` gave; arguments as of `collect`."""
     allocations = _by_name(allocation, scorers)
     methods = []
     with tqdm(total=len(scorers) * len(FRACTIONS), unit="plan", leave=False, disable=None) as progress:

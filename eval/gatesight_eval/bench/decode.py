@@ -30,7 +30,7 @@ from ..reports.store import commit
 from ..reports.tables import new_axis, save_figure, table_header, table_row
 from .check import Check, DifferentOutputsError, relative_rms, require
 from .machine import clock, hardware
-from .model import SLICE_LAYERS, WHOLE_LAYERS, build_slice, kv_bytes_per_token, random_ids
+from .model import build_slice, kv_bytes_per_token, model_name, random_ids
 from .tables import COLOURS
 
 SEED = 0
@@ -213,7 +213,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {
         "what": "decoding with full, compacted and frozen caches",
         "asked": {name: value for name, value in vars(args).items() if name != "output"},
-        "model": _model_name(args),
+        "model": model_name(args.tiny, args.narrow),
         "hardware": hardware(torch.device(args.device)),
         "threads": torch.get_num_threads(),
         "clock": "processor" if _by_processor(torch.device(args.device)) else "wall",
@@ -234,13 +234,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             settings.append(measure(contest, args.repeats))
             del contest
     return {**result, "settings": settings, "checks": [check.to_dict() for check in checks]}
-
-
-def _model_name(args: argparse.Namespace) -> str:
-    if args.tiny:
-        return "very small random model"
-    narrow = f", hidden and MLP sizes divided by {args.narrow}" if args.narrow > 1 else ""
-    return f"Qwen3.8-27B, {SLICE_LAYERS} of {WHOLE_LAYERS} layers{narrow}"
 
 
 def markdown(result: dict[str, Any]) -> str:

@@ -71,6 +71,14 @@ def build_slice(tiny: bool, dtype: torch.dtype, device: torch.device, seed: int,
     return model
 
 
+def model_name(tiny: bool, narrow: int = 1) -> str:
+    """Of what `build_slice` makes, for results."""
+    if tiny:
+        return "very small random model"
+    narrower = f", hidden and MLP sizes divided by {narrow}" if narrow > 1 else ""
+    return f"Qwen3.8-27B, {SLICE_LAYERS} of {WHOLE_LAYERS} layers{narrower}"
+
+
 def random_ids(model: Any, length: int, seed: int) -> Tensor:
     """`[1, length]` on the model's device."""
     ids = torch.randint(2, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(seed))

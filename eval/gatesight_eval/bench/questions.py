@@ -28,7 +28,7 @@ from gatesight_hf.session.answering import answer_many
 from ..reports.store import commit
 from ..reports.tables import table_header, table_row
 from .machine import clock, hardware
-from .model import build_slice, random_ids
+from .model import build_slice, model_name, random_ids
 
 SEED = 0
 
@@ -41,11 +41,10 @@ def contests(args: argparse.Namespace) -> dict[str, tuple[Any, list[int], list[l
     slice_ = build_slice(args.tiny, torch.float32, torch.device("cpu"), SEED, args.narrow)
     ids = random_ids(slice_, args.length, SEED)[0].tolist()
     random_questions = [random_ids(slice_, 32, SEED + 1 + i)[0].tolist() for i in range(args.questions)]
-    narrow = f", hidden and MLP sizes divided by {args.narrow}" if args.narrow > 1 else ""
-    name = "very small random model" if args.tiny else f"slice of Qwen3.8-27B, 4 of 64 layers{narrow}"
+    name = model_name(args.tiny, args.narrow)
     return {
         "bundled model": (load_model(), tokenizer(document.text).input_ids, asked),
-        name: (slice_, ids, random_questions),
+        name if args.tiny else f"slice of {name}": (slice_, ids, random_questions),
     }
 
 

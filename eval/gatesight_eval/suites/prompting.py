@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gatesight_hf.session.prompts import common
+
 from .items import Item, Question
 
 _PLACEHOLDER = "[SEPSEPSEP]"
@@ -83,7 +85,8 @@ class Prompter:
             ValueError: The context has no tokens, or `max_length` leaves too few for it.
         """
         ids = self._leading_ids + self._tokenize(self._header + item.context)
-        protected = _common_prefix(ids, self._tokenize(self._header))
+        # A tokenizer may join the end of the header with the begin of the context.
+        protected = common(ids, self._tokenize(self._header))
         if len(ids) <= protected + len(self._leading_ids):
             raise ValueError(f"The context of item {item.id!r} has no tokens.")
         budget = self.budget(item)
@@ -147,10 +150,3 @@ def _begin_of_sequence(tokenizer: Any) -> list[int]:
     """The begin-of-sequence token if the tokenizer puts one before a text; what it puts after a text is left out."""
     added = list(tokenizer("")["input_ids"])
     return added[:1] if added and added[0] == tokenizer.bos_token_id else []
-
-
-def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many leading ids are equal: a tokenizer may join the end of the header with the begin of the context."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
