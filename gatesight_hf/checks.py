@@ -18,6 +18,18 @@ def check_text(name: str, value: Any, note: str = "") -> None:
         raise TypeError(f"{name} must be one string, got {described(value)}{note}.")
 
 
+def check_characters(name: str, value: Any, note: str = "") -> None:
+    """Likewise; and ValueError if it holds surrogates, which are no characters, and which no tokenizer takes."""
+    check_text(name, value, note)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} holds {value[error.start]!r} at {error.start}, half of a surrogate pair and no character: decode "
+            'its bytes with errors="replace".'
+        ) from None
+
+
 def check_model(model: Any) -> None:
     """Raises TypeError unless `model` is a model of transformers, or wraps one."""
     if not hasattr(model, "config") or not hasattr(model, "forward"):

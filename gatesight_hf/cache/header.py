@@ -58,8 +58,7 @@ def parse_header(metadata: dict[str, str]) -> tuple[SavedCache, list[Any]]:
             f"format version {short(metadata.get('format_version'))}; this gatesight_hf reads {', '.join(READABLE)}: "
             "upgrade gatesight_hf, or save the session anew"
         )
-    of_session = {"session"} & set(metadata) if metadata["format_version"] != "2" else set()
-    _keys("the metadata", metadata, {"format", "format_version", CHECKSUM, "cache"} | of_session)
+    _keys("the metadata", metadata, {"format", "format_version", CHECKSUM, "cache"})
     data = _object(metadata["cache"])
     _keys("cache", data, {"model", "tokenizer", "scorer", "options", "layers", "extent", "plan", "seconds"})
     _keys("model", data["model"], {"model_type", "layout", "dtype", "configuration", "weights"})
@@ -93,7 +92,6 @@ def parse_header(metadata: dict[str, str]) -> tuple[SavedCache, list[Any]]:
         seconds=seconds,
         ids=None,
         padding=None,
-        session=_object(metadata["session"]) if of_session else None,
     )
     return saved, data["layers"]
 

@@ -8,10 +8,9 @@ Format 3. Metadata (`header`): `format` and `format_version`; `sha256` of everyt
 - `extent`: `rows`, `context` and `tail` (`entries.Extent`). The logical length is context + tail.
 - `plan`: `achieved_fraction`, `kv_bytes_before`; `seconds`: as in the report.
 
-A session adds `session`, a JSON object (`gatesight_hf.session.saving`); format 2 had none.
-
 Tensors: `ids` int64 and `padding` bool `[B, context + tail]`, where known; `kept` int64 and, where known, `gate_means`
-float64 `[B, L]`; and `layers.{index}.{name}` for each tensor of a layer's `state`.
+float64 `[B, L]`; `layers.{index}.{name}` for each tensor of a layer's `state`; and of a session `session`, uint8, the
+bytes of a JSON object (`gatesight_hf.session.saving`), which format 2 had not.
 
 A further kind of layer brings its own tensors by `kind`, `state`, `expected_state` and `load_state` (`entries`).
 
@@ -34,13 +33,15 @@ from ..checks import check_path
 from ..entries.attention import GateSightAttentionLayer
 from ..entries.states import GDNStateLayer
 from ..errors import CacheStateError, SessionFileError, SessionMismatchError
-from ..files.tensor_files import TensorFile, TensorInfo, write_tensor_file
+from ..files.tensor_files import TensorFile, TensorInfo, parse_json, write_tensor_file
 from ..models.hybrid import HybridSpec
 from ..scoring.interface import Needs, Prefill
 from .header import FORMAT, FORMAT_VERSION, SavedCache, parse_header, short
 from .identity import Identity
 
 Layer = GateSightAttentionLayer | GDNStateLayer
+#: Bytes of a session's JSON.
+SESSION_LIMIT = 2**28
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,11 @@ def save_cache(path: str | Path, saved: SavedCache, layers: Sequence[Layer]) -> 
     }
     metadata = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "cache": json.dumps(content)}
     if saved.session is not None:
-        metadata["session"] = json.dumps(saved.session)
+        # No part of the header, which is kept short: a conversation may be long.
+        text = json.dumps(saved.session, ensure_ascii=False).encode()
+        if len(text) > SESSION_LIMIT:
+            raise ValueError(f"A session of {len(text):,} bytes of text; at most {SESSION_LIMIT:,} can be read.")
+        tensors["session"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     write_tensor_file(path, tensors, metadata)
 
 
@@ -188,6 +193,9 @@ class CacheFile:
             "padding": TensorInfo(torch.bool, tokens),
             "gate_means": TensorInfo(torch.float64, (extent.rows, attention)),
         }
+        of_session = self._file.infos.get("session")
+        if of_session is not None and of_session.nbytes <= SESSION_LIMIT:
+            known["session"] = TensorInfo(torch.uint8, (of_session.nbytes,))
         expected = {name: info for name, info in known.items() if name in self._file.infos}
         return expected | {"kept": TensorInfo(torch.int64, (extent.rows, attention))}
 
@@ -207,7 +215,8 @@ class CacheFile:
                 raise ValueError(f"attention layer {j} does not keep as many entries as `kept` says")
         gate_means = tensors["gate_means"].tolist() if "gate_means" in tensors else []
         plan = replace(self.saved.plan, kept=kept.tolist(), gate_means=gate_means)
-        return replace(self.saved, plan=plan, ids=tensors.get("ids"), padding=padding)
+        session = parse_json(tensors["session"].cpu().numpy().tobytes()) if "session" in tensors else None
+        return replace(self.saved, plan=plan, ids=tensors.get("ids"), padding=padding, session=session)
 
 
 def is_finite(tensor: Tensor) -> bool:

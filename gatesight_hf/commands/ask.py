@@ -3,8 +3,7 @@
 import argparse
 from typing import Any
 
-from ..files.tensor_files import check_target
-from .opening import format_report, open_session
+from .opening import check_output, format_report, open_session
 
 
 def ask_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -19,7 +18,7 @@ def ask_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
     if not args.question and args.save is None:
         raise ValueError("Nothing to do: give a --question, or --save to keep the session.")
     if args.save is not None:
-        check_target(args.save, "--save")
+        check_output(args, args.save, "--save")
     session = open_session(args)
     if args.save is not None:
         session.save(args.save)

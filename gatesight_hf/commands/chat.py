@@ -2,12 +2,13 @@
 
 import argparse
 import contextlib
+import io
 import re
 import sys
 from pathlib import Path
 
 from ..session import Session
-from .opening import format_report, open_session
+from .opening import check_output, format_report, open_session
 
 HELP = """\
 /report        lengths and bytes of the document's cache
@@ -34,6 +35,8 @@ def chat_from_arguments(args: argparse.Namespace) -> None:
     session = open_session(args)
     if args.document is not None and any(str(path) == "-" for path in args.document):
         _listen_to_terminal()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a byte that is no character ends no conversation
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() its line editing
     options = {"max_new_tokens": args.max_new_tokens, **({"do_sample": True} if args.sample else {})}
@@ -41,7 +44,7 @@ def chat_from_arguments(args: argparse.Namespace) -> None:
     if session.history:
         print("The conversation goes on; /history shows it.")
     print("Ask, or /help.")
-    _Talk(session, args.session, options).go()
+    _Talk(session, args, options).go()
 
 
 def _listen_to_terminal() -> None:
@@ -57,13 +60,14 @@ class _Talk:
 
     Args:
         session: What it is about.
-        path: Where `/save` without a file keeps it, or None.
+        args: Of the command; `/save` without a file keeps it in its `session`.
         options: Of `Session.stream`.
     """
 
-    def __init__(self, session: Session, path: Path | None, options: dict[str, object]) -> None:
+    def __init__(self, session: Session, args: argparse.Namespace, options: dict[str, object]) -> None:
         self.session = session
-        self.path = path
+        self.args = args
+        self.path: Path | None = args.session
         self.options = options
         self.saved = True
 
@@ -79,7 +83,7 @@ class _Talk:
                 print()
                 break
             command = _COMMAND.fullmatch(line)
-            if command and command["name"] in ("exit", "quit"):
+            if command and command["name"] in ("exit", "quit") and not command["rest"]:
                 break
             if command:
                 self._obey(command["name"], command["rest"])
@@ -114,13 +118,15 @@ class _Talk:
         elif name == "save":
             self._save(Path(rest).expanduser() if rest else self.path)
         else:
-            print(HELP if name == "help" else f"There is no /{name}.\n{HELP}")
+            said = f"/{name} {rest}" if rest else f"/{name}"
+            print(HELP if name == "help" else f"There is no {said}.\n{HELP}")
 
     def _save(self, path: Path | None) -> None:
         if path is None:
             print("Where to? /save FILE")
             return
         try:
+            check_output(self.args, path, "/save")
             self.session.save(path)
         except (OSError, ValueError, RuntimeError) as error:
             print(f"gatesight: {error}", file=sys.stderr)

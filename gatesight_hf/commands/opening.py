@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..files.tensor_files import check_target
 from ..files.texts import read_documents
 from ..models.loading import REFERENCE, load_named
 from ..reference import ESTIMATOR_PATH
@@ -44,6 +45,20 @@ def open_session(args: argparse.Namespace) -> Session:
         print(f"Reading {len(text):,} characters …", file=sys.stderr)
     model, tokenizer = load_named(args.model)
     return Session.open(model, tokenizer, estimator, text, **given)
+
+
+def check_output(args: argparse.Namespace, path: Path, name: str) -> None:
+    """Raises OSError unless a file can be written to `path`, and ValueError if that would take the place of an input.
+
+    Args:
+        args: With `document` and `session`.
+        path: Where to.
+        name: For messages, such as `--save`.
+    """
+    check_target(path, name)
+    for given in [*(args.document or []), *([args.session] if name == "--out" and args.session else [])]:
+        if path.exists() and given.expanduser().exists() and path.samefile(given.expanduser()):
+            raise ValueError(f"{name} {path}: that is the document itself; name another file.")
 
 
 def estimator_of(args: argparse.Namespace) -> str | Path | None:

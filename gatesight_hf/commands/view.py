@@ -4,10 +4,9 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from ..files.tensor_files import check_target
 from ..methods.named import READY
 from ..view import FRACTIONS, Page
-from .opening import estimator_of, open_session
+from .opening import check_output, estimator_of, open_session
 
 
 def view_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -23,7 +22,7 @@ def view_from_arguments(args: argparse.Namespace) -> dict[str, Any]:
     methods = [name for name in args.method.split(",") if name]
     if unknown := [name for name in methods if name not in READY]:
         raise ValueError(f"--method: there is no {', '.join(unknown)} here; there are {', '.join(sorted(READY))}.")
-    check_target(args.out, "--out")
+    check_output(args, args.out, "--out")
     args.estimator = estimator_of(args)  # a saved session is loaded without one otherwise, and has no scores
     session = open_session(args)
     scorers = {name: READY[name]() for name in methods}

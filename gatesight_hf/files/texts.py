@@ -75,13 +75,21 @@ def read_documents(paths: Sequence[Path]) -> str:
         texts.append(text)
     if len(texts) == 1:
         return texts[0]
-    names = [path.name for path in given]
-    headings = [str(path) if names.count(path.name) > 1 else _named(path, path.name) for path in given]
+    names = [_shown(path.name) for path in given]
+    headings = [
+        _named(path, _shown(str(path)) if names.count(name) > 1 else name)
+        for path, name in zip(given, names, strict=True)
+    ]
     return "\n\n".join(f"# {heading}\n\n{text.strip()}" for heading, text in zip(headings, texts, strict=True))
 
 
 def _named(path: Path, name: str | None = None) -> str:
-    return "standard input" if path == STANDARD_INPUT else name or str(path)
+    return "standard input" if path == STANDARD_INPUT else name or _shown(str(path))
+
+
+def _shown(name: str) -> str:
+    """A name with characters in place of bytes that are none."""
+    return name.encode("utf-8", "replace").decode()
 
 
 def _read(path: Path) -> str:
@@ -101,6 +109,8 @@ def _read(path: Path) -> str:
 def _bytes(path: Path) -> bytes:
     # Read and not measured before: a pipe has no size.
     if path == STANDARD_INPUT:
+        if sys.stdin is None or sys.stdin.closed:
+            raise ValueError("Standard input (-) is closed: name a file.")
         data = sys.stdin.buffer.read(FILE_LIMIT + 1)
     else:
         if path.expanduser().is_dir():

@@ -59,10 +59,11 @@ def without_restarting_chunks(model: Any, arguments: dict[str, Any]) -> dict[str
 
 
 def generation_option(model: Any, arguments: dict[str, Any], name: str) -> Any:
-    """An option as `generate` finds it: among the arguments, in the configuration given, or in the model's own."""
-    given = [arguments.get(name)]
+    """An option as `generate` finds it: among the arguments, be it None, in the configuration given, or the model's."""
+    if name in arguments:
+        return arguments[name]
     own = getattr(model, "generation_config", None)  # a wrapper may have none
-    given += [getattr(config, name, None) for config in (arguments.get("generation_config"), own)]
+    given = [getattr(config, name, None) for config in (arguments.get("generation_config"), own)]
     return next((value for value in given if value is not None), None)
 
 

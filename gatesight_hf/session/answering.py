@@ -1,7 +1,7 @@
 """Answers by `generate` on children of a compacted cache: one, a stream of one, or many in batches."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
 from gatesight_kernels.checks import check_whole_number, described
 
 from ..cache.cache import GateSightCache
-from ..checks import check_text
+from ..checks import check_characters
 from ..models._compat import CACHE_ARGUMENTS, cache_argument, generation_option
 
 #: For messages about texts.
@@ -25,7 +25,7 @@ def check_question(
     verb: str, question: Any, max_new_tokens: int, options: Mapping[str, Any], more: Sequence[str] = ()
 ) -> None:
     """Raises TypeError unless a question is text, or for options of `generate` that stand for it, or are `more`."""
-    check_text("question", question, ONE_DOCUMENT)
+    check_characters("question", question, ONE_DOCUMENT)
     check_whole_number("max_new_tokens", max_new_tokens)
     if given := sorted({*_OWN, *more}.intersection(options)):
         raise TypeError(
@@ -52,7 +52,7 @@ def answer(
         child: Takes question and answer, but for the answer's last token, which was chosen and not read.
         ids: Of the question.
         max_new_tokens: Of the answer.
-        options: Of `generate`; greedy unless they say otherwise.
+        options: Of `generate`; greedy unless they, or a `generation_config` among them, say otherwise.
 
     Returns:
         Ids of the answer, the one that ends it among them.
@@ -74,11 +74,12 @@ def _generate(
     """New ids `[rows, new]` after questions `[rows, length]`."""
     questions = questions.to(model.device)
     rows, length = questions.shape
+    greedy = {} if options.get("generation_config") is not None else {"do_sample": False}
     output = model.generate(
         questions,
         attention_mask=torch.ones((rows, child.get_seq_length() + length), dtype=torch.long, device=questions.device),
         max_new_tokens=max_new_tokens,
-        **{"do_sample": False, **options, cache_argument(model): child},
+        **{**greedy, **options, cache_argument(model): child},
     )
     sequences: Tensor = getattr(output, "sequences", output)
     return sequences[:, length:]
@@ -101,7 +102,8 @@ def answer_many(
         questions: Ids of each.
         max_new_tokens: Of each answer.
         batch_size: Rows of a batch at most, but those of the cache at least; each holds a copy of the kept entries.
-        options: Of `generate`.
+        options: Of `generate`. With stop strings or criteria of one's own, each row of the cache may have one question
+            at a time, and must be the only one: what ends an answer is then not in its ids.
         progress: Called with the number of questions that have been answered since the last call.
 
     Returns:
@@ -117,6 +119,10 @@ def answer_many(
         alike.setdefault((len(ids), limit), []).append(number)
     rows = cache.batch_size
     at_once = max(1, batch_size // rows)
+    if any(generation_option(model, dict(options), name) for name in ("stop_strings", "stopping_criteria")):
+        if rows > 1:
+            raise ValueError("Stop strings and criteria end rows apart, which answers to several rows do not show.")
+        at_once = 1
     found: list[list[list[int]]] = [[[] for _ in questions] for _ in range(rows)]
     for (_, limit), numbers in alike.items():
         for begin in range(0, len(numbers), at_once):
@@ -140,35 +146,43 @@ def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def stream(
+    model: Any,
     tokenizer: Any,
+    child: GateSightCache,
+    ids: Sequence[int],
+    max_new_tokens: int,
     options: Mapping[str, Any],
-    run: Callable[[Mapping[str, Any]], object],
-    end: Callable[[str], object] | None,
-) -> Iterator[str]:
-    """Pieces of the text that `run` generates in a thread; joined they are the answer as `decoded` gives it.
+) -> Generator[str, None, str]:
+    """Pieces of the text that a thread generates; joined they are the answer as `decoded` gives it, and returned.
 
     An error of the thread is raised here. Where the reader leaves, the generation ends at its next token, and is waited
-    for.
+    for; likewise where the program ends.
 
     Args:
         tokenizer: Decodes.
-        options: Of `generate`.
-        run: Generates with the options that it is given.
-        end: Called with the whole text, unless it failed or was left; or None.
+        model, child, ids, max_new_tokens, options: See `answer`.
     """
     stop, pieces = threading.Event(), _Pieces(tokenizer)
     criteria = StoppingCriteriaList([*(options.get("stopping_criteria") or ()), _Stop(stop)])
+    given = {**options, "streamer": pieces, "stopping_criteria": criteria}
     failed: list[BaseException] = []
+    device = model.device.type
+    modes = (  # those that torch has for each thread apart
+        torch.inference_mode(torch.is_inference_mode_enabled()),
+        torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)),
+    )
 
     def generate() -> None:
         try:
-            run({**options, "streamer": pieces, "stopping_criteria": criteria})
+            with modes[0], modes[1]:
+                answer(model, child, ids, max_new_tokens, given)
         except BaseException as error:  # whatever it is, the reader must not wait for ever
             failed.append(error)
         finally:
             pieces.queue.put(None)
 
-    thread = threading.Thread(target=generate, name="gatesight-stream", daemon=True)
+    # No daemon, which would be killed within torch where the program ends, and take it down.
+    thread = threading.Thread(target=generate, name="gatesight-stream", daemon=False)
     thread.start()
     try:
         text, spaces = "", ""
@@ -184,8 +198,7 @@ def stream(
         thread.join()
     if failed:
         raise failed[0]
-    if end is not None:
-        end(text)
+    return text
 
 
 class _Pieces(TextStreamer):
@@ -204,4 +217,6 @@ class _Stop(StoppingCriteria):
         self.event = event
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        return torch.full((len(input_ids),), self.event.is_set(), dtype=torch.bool, device=input_ids.device)
+        # The main thread has ended before others are waited for at the end of a program.
+        ended = self.event.is_set() or not threading.main_thread().is_alive()
+        return torch.full((len(input_ids),), ended, dtype=torch.bool, device=input_ids.device)

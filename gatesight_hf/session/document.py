@@ -1,13 +1,13 @@
 """A document as it was read: what all questions and conversations begin from."""
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from gatesight_kernels.checks import described
+from gatesight_kernels.checks import check_whole_number, described
 
 from ..cache.cache import GateSightCache
 from ..cache.prefill import prefill
@@ -23,6 +23,9 @@ class Document:
     Attributes:
         cache: Has read it, compacted, in one row.
         prompt: Behind it.
+        chunk_size: Tokens per forward, of all that is read; None reads in one.
+        grown: Whether it was compacted again, with more text.
+        length: Tokens that it has, the logical length of its cache.
 
     Raises:
         TypeError: No GateSight cache.
@@ -32,6 +35,9 @@ class Document:
 
     cache: GateSightCache
     prompt: Prompt
+    chunk_size: int | None = None
+    grown: bool = False
+    length: int = field(init=False)
 
     def __post_init__(self) -> None:
         cache = self.cache
@@ -41,6 +47,7 @@ class Document:
             raise CacheStateError("cache is not compacted: prefill the document and call compact() before it is asked.")
         if cache.batch_size != 1:
             raise ValueError(f"cache holds {cache.batch_size} rows, a session one document: select a row of a fork.")
+        object.__setattr__(self, "length", cache.get_seq_length())
 
     @classmethod
     def read(
@@ -54,6 +61,8 @@ class Document:
         options: Mapping[str, Any],
     ) -> "Document":
         """Prefill a text and compact its cache; arguments as of `Session.open`."""
+        check_whole_number("prefill_chunk_size", chunk_size, or_none=True)
+        check_whole_number("protected_prefix", protected_prefix, 0)
         behind, ids = prompt.add(text)
         most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if most is not None and len(ids) >= most:
@@ -65,11 +74,43 @@ class Document:
         cache = GateSightCache(scorer, model, protected_prefix=always, **options)
         prefill(model, torch.tensor([ids], device=model.device), cache, chunk_size)
         cache.compact()
-        return cls(cache, behind)
+        return cls(cache, behind, chunk_size)
+
+    @property
+    def compacted(self) -> int:
+        """Tokens that the last compaction was over; those after them are all kept."""
+        assert self.cache.context.plan is not None
+        return self.cache.context.plan.context
+
+    def fork(self) -> GateSightCache:
+        """A child, for a question.
+
+        Raises:
+            CacheStateError: The cache has read more than the document since.
+        """
+        if (now := self.cache.get_seq_length()) != self.length:
+            raise CacheStateError(
+                f"The session's cache has {now} tokens, where its document has {self.length}: something else was read "
+                "into it. Use forks of session.cache, and open or load the session again."
+            )
+        return self.cache.fork()
+
+    def asked(self, question: str) -> tuple[GateSightCache, list[int]]:
+        """A child for a question without a conversation, and the ids that it is to read.
+
+        Raises:
+            CacheStateError, ValueError: See `fork` and `Prompt.turn`.
+        """
+        return self.fork(), self.prompt.turn((), question)
+
+    def prefill(self, model: Any, cache: GateSightCache, ids: Sequence[int], chunk_size: int | None = None) -> None:
+        """Let a child read; in chunks of the document's size unless another one is given."""
+        prefill(model, torch.tensor([list(ids)], device=model.device), cache, chunk_size or self.chunk_size)
 
     def added(self, model: Any, text: str, chunk_size: int | None) -> "Document":
         """With one more text, which stays whole unless the cache grows."""
         behind, ids = self.prompt.add(text)
-        cache = self.cache.fork()
-        prefill(model, torch.tensor([ids], device=model.device), cache, chunk_size)
-        return Document(cache, behind)
+        cache = self.fork()
+        self.prefill(model, cache, ids, chunk_size)
+        document = Document(cache, behind, self.chunk_size)
+        return replace(document, grown=self.grown or document.compacted != self.compacted)

@@ -7,6 +7,7 @@ as they are. A prompt is a value: `add` gives another one, so that a failure tak
 import copy
 import hashlib
 import json
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,18 +17,23 @@ from jinja2 import TemplateError
 
 from gatesight_kernels.checks import described
 
+from ..checks import check_characters
+
 Message = dict[str, str]
 Ids = list[int]
 
 RAW, CHAT = "raw", "chat"
 #: Between a document and what follows it in the same turn.
 SEPARATOR = "\n\n"
-#: Characters of a document's end that are tokenized again with each question, to see where its tokens end.
-TAIL = 512
+#: Characters of a document's end that are tokenized again with each question, to see where its tokens end: the first
+#: number that suffices, else all of it.
+TAILS = (512, 4096, 32768)
 #: Tokens before that border that must come out as they did in the whole document.
 AGREEING = 16
 #: Questions that begin in ways that tokenizers treat differently.
 PROBES = ("What does it say?", "7 words", "(a) or (b)?", '"Why?"')
+#: In place of a question, to see what stands before one. Two, as a question may begin like one of them.
+OTHERS = ("What?", "(7)")
 #: What `apply_chat_template` is given by a session itself, and what would change its ids behind the session's back.
 _OWN = frozenset(
     "conversation messages tokenize add_generation_prompt continue_final_message return_tensors return_dict padding "
@@ -43,7 +49,7 @@ class Turn(NamedTuple):
     answer: str
 
     def messages(self) -> list[Message]:
-        return [_user(self.question), {"role": "assistant", "content": self.answer}]
+        return [_user(self.question.strip()), {"role": "assistant", "content": self.answer}]
 
 
 class Prompt(ABC):
@@ -76,6 +82,10 @@ class Prompt(ABC):
         """
 
     @abstractmethod
+    def border(self, turns: Sequence[Turn], ids: Sequence[int]) -> int:
+        """How many of the `ids` that `turn` gives stand before its question, whichever that is."""
+
+    @abstractmethod
     def saved(self) -> dict[str, Any]:
         """What `saving` keeps of it; JSON values."""
 
@@ -104,10 +114,17 @@ class RawPrompt(Prompt):
         return 0
 
     def turn(self, turns: Sequence[Turn], text: str) -> Ids:
-        ids = self._ids("".join(f"{turn.question.rstrip()} {turn.answer}\n" for turn in turns) + text)
+        ids = self._ids(self._turns(turns) + text)
         if not ids or not text.strip():
             raise ValueError("The question has no tokens.")
         return ids
+
+    def border(self, turns: Sequence[Turn], ids: Sequence[int]) -> int:
+        return min(common(ids, self._ids(self._turns(turns) + other)) for other in OTHERS)
+
+    @staticmethod
+    def _turns(turns: Sequence[Turn]) -> str:
+        return "".join(f"{turn.question.rstrip()} {turn.answer}\n" for turn in turns)
 
     def saved(self) -> dict[str, Any]:
         return {"kind": RAW}
@@ -148,7 +165,7 @@ class ChatPrompt(Prompt):
             raise ValueError("The document, text, has no tokens." if first else "The text has no tokens.")
         whole = (self._shown(text) if self.tail is None else self.tail + text) + SEPARATOR
         ids, after = self._ids(whole), self._ids(whole + PROBES[0])
-        for tail in (whole[-TAIL:], whole):  # the end tells where tokens end, or else all of it does
+        for tail in (*(whole[-length:] for length in TAILS if length < len(whole)), whole):
             of_tail = self._ids(tail)
             border = min(common(of_tail, self._ids(tail + question)) for question in PROBES)
             known = ids[: len(ids) - (len(of_tail) - border)]
@@ -173,19 +190,28 @@ class ChatPrompt(Prompt):
         return common(ids, self._ids(self._parts([], PROBES[0])[0]))
 
     def turn(self, turns: Sequence[Turn], text: str) -> Ids:
-        assert self.tail is not None
         if not text.strip():
             raise ValueError("The question has no tokens.")
-        head, after = self._parts(turns, text.strip())
-        if turns and head != self._parts([], text.strip())[0]:
+        head, after = self._parts(turns, text)
+        if turns and head != self._parts([], text)[0]:
             raise ValueError("The chat template changes what stands before the document with the turns after it.")
-        ids, known = self._ids(self.tail + after), len(self.tail_ids)
-        if tuple(ids[:known]) != self.tail_ids:
+        ids = self._behind_document(after)
+        if ids is None:
             raise ValueError(
                 f"The tokenizer joins the begin of the question {text[:40]!r} with the document's end: begin it with a "
                 "word."
             )
-        return ids[known:]
+        return ids
+
+    def border(self, turns: Sequence[Turn], ids: Sequence[int]) -> int:
+        others = (self._behind_document(self._parts(turns, other)[1]) for other in OTHERS)
+        return min(0 if other is None else common(ids, other) for other in others)
+
+    def _behind_document(self, text: str) -> Ids | None:
+        """Ids of a text behind the document; None where the tokenizer joins both."""
+        assert self.tail is not None
+        ids, known = self._ids(self.tail + text), len(self.tail_ids)
+        return ids[known:] if tuple(ids[:known]) == self.tail_ids else None
 
     # -- rendering -----------------------------------------------------------------------------------------------------
 
@@ -204,10 +230,8 @@ class ChatPrompt(Prompt):
 
     def _parts(self, turns: Sequence[Turn], text: str) -> tuple[str, str]:
         """What the template has before the document, and after it."""
-        messages = [*self._system(), *(message for turn in turns for message in turn.messages()), _user(text)]
-        stand_in = "[[the document]]"
-        while any(stand_in in message["content"] for message in messages):
-            stand_in += "]"
+        messages = [*self._system(), *(message for turn in turns for message in turn.messages()), _user(text.strip())]
+        stand_in = f"[[the document {secrets.token_hex(8)}]]"  # in no message but by a guess
         first = messages[len(self._system())]
         first["content"] = stand_in + SEPARATOR + first["content"]
         shown = self._render(messages)
@@ -283,6 +307,8 @@ def prompt_for(
         ValueError: A template is asked for, and there is none.
         TypeError: Options that are not the template's.
     """
+    if system is not None:
+        check_characters("system", system)
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if chat is None:
         chat = has_template

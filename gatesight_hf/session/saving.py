@@ -10,6 +10,7 @@ from typing import Any
 
 from ..cache import saving
 from ..cache.cache import GateSightCache
+from ..checks import check_characters
 from ..errors import SessionFileError, SessionMismatchError
 from ..scoring.interface import Scorer
 from .document import Document
@@ -63,12 +64,18 @@ def _check(session: dict[str, Any]) -> None:
         raise ValueError(f"its parts are {sorted(session)[:5]}")
     turns = session["turns"]
     pairs = isinstance(turns, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in turns)
-    if not pairs or not all(isinstance(text, str) for pair in turns for text in pair):
+    if not pairs:
         raise ValueError("turns are pairs of texts")
+    for pair in turns:
+        for text in pair:
+            check_characters("a text of its turns", text)
     prompt = session["prompt"]
     kinds: dict[str, dict[str, tuple[type, ...]]] = {RAW: {"kind": (str,)}, CHAT: _OF_CHAT}
     expected = kinds.get(str(prompt.get("kind")))
     if expected is None or set(prompt) != set(expected):
         raise ValueError(f"a prompt of {sorted(prompt)[:8]}")
+    for text in (prompt.get("tail"), prompt.get("system")):
+        if isinstance(text, str):
+            check_characters("a text of its prompt", text)
     if wrong := [name for name, types in expected.items() if type(prompt[name]) not in types]:
         raise ValueError(f"{wrong[0]} of its prompt is a {type(prompt[wrong[0]]).__name__}")

@@ -1,7 +1,6 @@
 """Session: a document is prefilled and compacted once; every question is answered from a fork of it."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from gatesight_kernels.checks import check_bool, check_whole_number
 
 from ..cache.cache import GateSightCache
 from ..cache.report import CacheReport
-from ..checks import check_model, check_text, check_tokenizer
+from ..checks import check_characters, check_model, check_tokenizer
 from ..errors import CacheStateError
 from ..scoring.estimator import HUB_OPTIONS, scorer_from
 from ..scoring.interface import Scorer
@@ -37,9 +36,7 @@ class Session:
             chat templates.
 
     Raises:
-        TypeError: No model, no tokenizer, or no GateSight cache.
-        CacheStateError: The cache is not compacted.
-        ValueError: It has several rows.
+        TypeError, CacheStateError, ValueError: No model, no tokenizer, or see `Document`.
     """
 
     def __init__(self, model: Any, tokenizer: Any, cache: GateSightCache | Document) -> None:
@@ -47,8 +44,8 @@ class Session:
         check_tokenizer(tokenizer)
         self.model = model
         self.tokenizer = tokenizer
-        self._document = cache if isinstance(cache, Document) else Document(cache, RawPrompt(tokenizer, begun=True))
-        self._conversation = Conversation()
+        document = cache if isinstance(cache, Document) else Document(cache, RawPrompt(tokenizer, begun=True))
+        self._conversation = Conversation(document)
 
     @classmethod
     def open(
@@ -68,19 +65,18 @@ class Session:
         """Prefill a document and compact its cache.
 
         With a chat template the document opens the first user turn, and a question closes it: the ids of both are those
-        of `apply_chat_template` for `document + "\\n\\n" + question`. What the template has before the document, the
-        system text too, always stays.
+        of `apply_chat_template` for `document + "\\n\\n" + question.strip()`. What the template has before the
+        document, the system text too, always stays.
 
         Args:
-            model: The hybrid model.
-            tokenizer: Its tokenizer.
+            model, tokenizer: The hybrid model and its tokenizer.
             estimator: Folder of an estimator, its repo on the Hub, or a scorer.
             text: The document.
             system: Text of a system message.
             chat: Whether to use the tokenizer's chat template; None does where there is one.
             template_options: Variables of the template, such as `{"enable_thinking": False}`, and `tools`.
             protected_prefix: First tokens of the document that always stay, besides what stands before it.
-            prefill_chunk_size: Tokens per forward; None prefills in one.
+            prefill_chunk_size: Tokens per forward, of turns too; None reads in one.
             options: The others of `GateSightCache`, and those of `Estimator.from_pretrained`.
 
         Raises:
@@ -88,13 +84,9 @@ class Session:
             OSError, ValueError: The document has no tokens, its chat template does not let a question follow a
                 document, or see `GateSightCache.from_pretrained`.
         """
-        check_text("text", text, ONE_DOCUMENT)
+        check_characters("text", text, ONE_DOCUMENT)
         check_model(model)
         check_tokenizer(tokenizer)
-        if system is not None:
-            check_text("system", system)
-        check_whole_number("prefill_chunk_size", prefill_chunk_size, or_none=True)
-        check_whole_number("protected_prefix", protected_prefix, 0)
         prompt = prompt_for(tokenizer, system, chat, template_options)
         scorer = scorer_from(estimator, **{name: options.pop(name) for name in HUB_OPTIONS & set(options)})
         document = Document.read(model, scorer, prompt, text, prefill_chunk_size, protected_prefix, options)
@@ -105,18 +97,21 @@ class Session:
         """Of the document; `fork()` it to use it by hand."""
         return self._document.cache
 
+    @property
+    def _document(self) -> Document:
+        return self._conversation.document
+
     def add(self, text: str, prefill_chunk_size: int | None = None) -> None:
         """Append a text to the document, for all later questions. If this fails, the session is as before.
 
         Raises:
-            TypeError: The text is no string.
-            ValueError: It has no tokens.
-            CacheStateError: A conversation has begun.
+            TypeError, ValueError: The text is no string, or has no tokens.
+            CacheStateError: A conversation has begun, or `cache` was used itself.
         """
-        check_text("text", text, ONE_DOCUMENT)
+        check_characters("text", text, ONE_DOCUMENT)
         if self._conversation.turns:
             raise CacheStateError("A conversation about the document has begun: call reset_chat() to add to it.")
-        self._document = self._document.added(self.model, text, prefill_chunk_size)
+        self._conversation = Conversation(self._document.added(self.model, text, prefill_chunk_size))
 
     # -- questions -----------------------------------------------------------------------------------------------------
 
@@ -133,10 +128,11 @@ class Session:
         Raises:
             TypeError: The question is no string, or an option stands for it.
             ValueError: The question has no tokens, `max_new_tokens` below 1, or options that give several sequences.
+            CacheStateError: `cache` was used itself.
         """
         check_question("ask", question, max_new_tokens, generate_options)
-        ids = self._document.prompt.turn((), question)
-        return decoded(self.tokenizer, answer(self.model, self.cache.fork(), ids, max_new_tokens, generate_options))
+        child, ids = self._document.asked(question)
+        return decoded(self.tokenizer, answer(self.model, child, ids, max_new_tokens, generate_options))
 
     def ask_many(
         self,
@@ -146,21 +142,23 @@ class Session:
         batch_size: int = 16,
         **generate_options: Any,
     ) -> list[str]:
-        """The answers to many questions, each as by `ask`; those of equally many tokens are answered together.
+        """The answers to many questions, each as by `ask`.
+
+        Those of equally many tokens are answered together, but not with stop strings or stopping criteria.
 
         Args:
             questions, max_new_tokens, generate_options: See `ask`.
             batch_size: Questions answered together at most; each takes a copy of the kept entries.
 
         Raises:
-            TypeError, ValueError: See `ask`; nothing is answered if a question is wrong.
+            TypeError, ValueError, CacheStateError: See `ask`; nothing is answered if a question is wrong.
         """
         check_whole_number("batch_size", batch_size)
         check_questions("ask_many", questions, max_new_tokens, generate_options)
         ids = [self._document.prompt.turn((), question) for question in questions]
+        parent, limits = self._document.fork(), [max_new_tokens] * len(ids)
         with tqdm(total=len(ids), desc="questions", unit="question", leave=False, disable=None) as bar:
-            limits = [max_new_tokens] * len(ids)
-            (found,) = answer_many(self.model, self.cache, ids, limits, batch_size, generate_options, bar.update)
+            (found,) = answer_many(self.model, parent, ids, limits, batch_size, generate_options, bar.update)
         return [decoded(self.tokenizer, answered) for answered in found]
 
     def stream(
@@ -168,24 +166,26 @@ class Session:
     ) -> Iterator[str]:
         """The answer in pieces, as soon as they are known; joined, they are that of `ask` or `chat`.
 
-        Leave the loop early, and the generation ends and the session is as it was. An error of the model is raised in
-        the loop. Do not use the model in the loop: it is at work, in another thread.
+        All begins with the first piece. Leave the loop early, and the generation ends and the session is as it was. An
+        error of the model is raised in the loop. Do not use the model in the loop: it is at work, in another thread.
 
         Args:
             question, max_new_tokens, generate_options: See `ask`; no beams.
             chat: Whether it is a turn of the conversation, which is kept once the loop has ended by itself.
 
         Raises:
-            TypeError, ValueError: See `ask`.
+            TypeError, ValueError, CacheStateError: See `ask` and `chat`; the last one in the loop.
         """
         check_question("stream", question, max_new_tokens, generate_options, more=("streamer",))
         check_bool("chat", chat)
-        before, ids = self._begun(question) if chat else (self.cache, self._document.prompt.turn((), question))
-        child = before.fork()
+        return self._pieces(question, chat, max_new_tokens, generate_options)
 
-        run = partial(answer, self.model, child, ids, max_new_tokens)
-        end = partial(self._conversation.end, question, before=before, after=child) if chat else None
-        return stream(self.tokenizer, generate_options, run, end)
+    def _pieces(self, question: str, chat: bool, *how: Any) -> Iterator[str]:
+        begun = self._conversation.begin(self.model, question) if chat else None
+        child, ids = (begun.child, begun.ids) if begun else self._document.asked(question)
+        text = yield from stream(self.model, self.tokenizer, child, ids, *how)
+        if begun:
+            self._conversation = begun.ended(text, self._conversation)
 
     # -- the conversation ----------------------------------------------------------------------------------------------
 
@@ -197,25 +197,23 @@ class Session:
 
         Raises:
             TypeError, ValueError: See `ask`, which has the same arguments; or the template refuses the conversation.
+            CacheStateError: See `ask`; or the session was changed by something else before the answer ended, or its
+                document has no ids.
         """
         check_question("chat", question, max_new_tokens, generate_options)
-        before, ids = self._begun(question)
-        child = before.fork()
-        text = decoded(self.tokenizer, answer(self.model, child, ids, max_new_tokens, generate_options))
-        self._conversation.end(question, text, before, child)
+        begun = self._conversation.begin(self.model, question)
+        text = decoded(self.tokenizer, answer(self.model, begun.child, begun.ids, max_new_tokens, generate_options))
+        self._conversation = begun.ended(text, self._conversation)
         return text
-
-    def _begun(self, question: str) -> tuple[GateSightCache, list[int]]:
-        return self._conversation.begin(self.model, self._document, question)
 
     @property
     def history(self) -> list[Message]:
         """The conversation so far, as messages with `role` and `content`; without the document. A copy."""
-        return [message for turn in self._conversation.turns for message in turn.messages()]
+        return list(self._conversation.messages())
 
     def reset_chat(self) -> None:
         """Forget the conversation; the document stays."""
-        self._conversation = Conversation()
+        self._conversation = Conversation(self._document)
 
     # -- files and reports ---------------------------------------------------------------------------------------------
 
@@ -242,14 +240,16 @@ class Session:
             estimator: As in `open`: the document must have been compacted with it. `view` needs it, answers do not.
 
         Raises:
-            FileNotFoundError, SessionFileError, SessionMismatchError: See `GateSightCache.load`; or the tokenizer has
-                another chat template than it had.
+            FileNotFoundError, SessionFileError, SessionMismatchError: See `GateSightCache.load`; or another template.
             OSError, ValueError: See `Estimator.from_pretrained`.
         """
         document, turns = load(path, model, tokenizer, None if estimator is None else scorer_from(estimator))
         session = cls(model, tokenizer, document)
-        session._conversation = Conversation(turns)
+        session._conversation = Conversation(document, tuple(turns))
         return session
+
+    def __repr__(self) -> str:
+        return f"Session({self.cache!r}, turns={len(self._conversation.turns)})"
 
     def report(self) -> CacheReport:
         """Lengths, bytes and seconds of the document's cache."""
@@ -269,11 +269,10 @@ class Session:
         Args:
             questions: To be answered by each of these.
             scorers: By name, methods to show beside the session's own; None shows random eviction.
-            max_new_tokens: Of an answer.
-            prefill_chunk_size: Tokens per forward; None prefills in one.
+            max_new_tokens, prefill_chunk_size: See `ask` and `open`.
 
         Raises:
-            CacheStateError: The session was loaded without its estimator.
+            CacheStateError: The session was loaded without its estimator, has no ids, or was compacted again.
         """
-        given = (questions, scorers, max_new_tokens, prefill_chunk_size)
-        return page_of(self.model, self.tokenizer, self._document, *given)
+        asked = (questions, scorers, max_new_tokens, prefill_chunk_size)
+        return page_of(self.model, self.tokenizer, self._document, *asked)

@@ -5,12 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..cache.cache import GateSightCache
 from ..cache.storage import AbsentScorer
 from ..errors import CacheStateError
 from ..methods import RandomScorer
-from ..scoring.interface import Recorder, Scorer
-from ..view import Answered, Page, recorded, view_of
+from ..scoring.interface import Scorer
+from ..view import Answered, Page, followed, recorded, view_of
 from .answering import answer_many, check_questions, decoded
 from .document import Document
 
@@ -34,12 +33,18 @@ def page_of(
         raise CacheStateError(
             "The session was loaded without its estimator, which rates entries: give it to load (--estimator)."
         )
-    name = "gatesight" if "gatesight" not in (scorers or {}) else "session"
-    shown = {name: own, **({"random": RandomScorer()} if scorers is None else scorers)}
-    tokens = texts_of(tokenizer, ids[0].tolist())
+    if document.grown:
+        raise CacheStateError(
+            "The document was compacted again with the text that was added: what stays of it does not follow from its "
+            "scores alone. Open it anew with all its text."
+        )
+    others: dict[str, Scorer] = {"random": RandomScorer()} if scorers is None else dict(scorers)
+    names = itertools.chain(("gatesight", "session"), (f"session {number}" for number in itertools.count(2)))
+    shown = {next(name for name in names if name not in others): own, **others}
+    rated, added = ids[0, : document.compacted].tolist(), ids[0, document.compacted :].tolist()
     parent = recorded(
         model,
-        ids[0].tolist(),
+        rated,
         shown,
         allocation=options.allocation,
         protected_prefix=options.protected_prefix,
@@ -48,27 +53,27 @@ def page_of(
         gate_exponent=options.gate_exponent,
         prefill_chunk_size=prefill_chunk_size,
     )
-    view = view_of(parent, shown, tokens, options.allocation, options.block_size)
+    shown = {name: parent.score(scorer) for name, scorer in shown.items()}
+    tokens = texts_of(tokenizer, [*rated, *added])
+    view = view_of(parent, shown, tokens[: len(rated)], options.allocation, options.block_size)
+    view = followed(view, tokens[len(rated) :])
     asked = [document.prompt.turn((), question) for question in questions]
-    answers = _answers(model, parent, asked, own, max_new_tokens, options.kept_fraction) if asked else {}
+    kept = {
+        "full": parent.fork(kept_fraction=1.0),
+        "kept": parent.fork(scorer=next(iter(shown.values())), kept_fraction=options.kept_fraction),
+        "random": parent.fork(scorer=RandomScorer(), kept_fraction=options.kept_fraction),
+    }
+    answers: dict[str, list[list[int]]] = {}
+    for label, child in kept.items() if asked else ():
+        child.compact()
+        if added:
+            document.prefill(model, child, added, prefill_chunk_size)
+        (answers[label],) = answer_many(model, child, asked, [max_new_tokens] * len(asked), 1, {})
     rows = [
         Answered(question, {label: decoded(tokenizer, found[number]) for label, found in answers.items()})
         for number, question in enumerate(questions)
     ]
     return Page(replace(view, answered=tuple(rows), answered_at=options.kept_fraction if rows else None))
-
-
-def _answers(
-    model: Any, parent: GateSightCache, asked: list[list[int]], own: Scorer, max_new_tokens: int, fraction: float
-) -> dict[str, list[list[int]]]:
-    """Ids of answers to all questions, by kind of cache."""
-    kinds = {"full": (Recorder(), 1.0), "kept": (own, fraction), "random": (RandomScorer(), fraction)}
-    found = {}
-    for label, (scorer, kept) in kinds.items():
-        child = parent.fork(scorer=scorer, kept_fraction=kept)
-        child.compact()
-        (found[label],) = answer_many(model, child, asked, [max_new_tokens] * len(asked), 1, {})
-    return found
 
 
 def texts_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:

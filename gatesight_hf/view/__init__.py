@@ -5,7 +5,18 @@ fraction of a slider, and `render` turns that `View` into one HTML file that ask
 `compaction`, `scoring`, `checks`.
 """
 
-from .collect import FRACTIONS, Answered, MethodView, View, collect, recorded, view_of
+from .collect import FRACTIONS, Answered, MethodView, View, collect, followed, recorded, view_of
 from .page import Page, render
 
-__all__ = ["FRACTIONS", "Answered", "MethodView", "Page", "View", "collect", "recorded", "render", "view_of"]
+__all__ = [
+    "FRACTIONS",
+    "Answered",
+    "MethodView",
+    "Page",
+    "View",
+    "collect",
+    "followed",
+    "recorded",
+    "render",
+    "view_of",
+]

@@ -6,6 +6,7 @@ from functools import reduce
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
@@ -237,6 +238,31 @@ def view_of(
         protected_prefix=parent.options.protected_prefix,
         protected_suffix=parent.options.protected_suffix,
         model=parent.spec.model_type,
+    )
+
+
+def followed(view: View, tokens: Sequence[str]) -> View:
+    """With tokens after it that came when it was compacted, so that every method keeps them at every fraction.
+
+    Args:
+        view: Of what was compacted.
+        tokens: Display text of each.
+    """
+    more = len(tokens)
+    methods = [
+        replace(
+            method,
+            levels=F.pad(method.levels, (0, more)),
+            percentiles=F.pad(method.percentiles, (0, more), value=100),
+            kept=method.kept + more,
+        )
+        for method in view.methods
+    ]
+    return replace(
+        view,
+        tokens=(*view.tokens, *tokens),
+        methods=tuple(methods),
+        protected_suffix=view.protected_suffix + more,
     )
 
 

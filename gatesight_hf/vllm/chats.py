@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from ..session.prompts import PROBES, SEPARATOR, TAIL, ChatPrompt, Turn, common
+from ..session.prompts import PROBES, SEPARATOR, TAILS, ChatPrompt, Turn, common
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -107,7 +107,7 @@ class Rendered:
         end = min(common(shown[0], other) for other in shown[1:])
         ids, after = shown[0][:end], shown[0][end:]
         begin = next(text for text in _UNLIKE if text[0] != document.lstrip()[0])
-        stand_in = begin + document[-TAIL:]  # ends as it does, so that the same tokens follow
+        stand_in = begin + document[-TAILS[-1] :]  # ends as it does, so that the same tokens follow
         other = await render(_with(messages, stand_in + SEPARATOR + PROBES[0]))
         before = common(ids, other)
         if before == end or other[-len(after) :] != after:

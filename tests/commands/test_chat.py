@@ -1,5 +1,6 @@
 """`gatesight chat`: a conversation in a terminal, typed in by a test."""
 
+import io
 import os
 import pty
 import random
@@ -78,6 +79,31 @@ def test_what_fails_ends_a_turn_and_not_the_conversation(document, tmp_path, mon
     out, err = capsys.readouterr()
     assert "Where to? /save FILE" in out and "there is no folder" in err and "gatesight: no room" in err
     assert FIRST not in out
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("strict", [False, True])
+def test_bytes_that_are_no_characters_are_read_as_such(document, tmp_path, monkeypatch, capsys, strict):
+    given = io.TextIOWrapper(
+        io.BytesIO(b"hi \xff there\n/history\n"), "utf-8", "strict" if strict else "surrogateescape"
+    )
+    monkeypatch.setattr("sys.stdin", given)
+    assert chat("--document", document, "--session", tmp_path / "doc.gatesight") == 0
+    assert "hi \ufffd there" in capsys.readouterr().out
+
+
+@pytest.mark.quick
+def test_no_command_writes_over_its_document(document, tmp_path, monkeypatch, capsys):
+    link = tmp_path / "link.txt"
+    link.symlink_to(document)
+    typed(monkeypatch, f"/save {link}", "/exit now", "/exit")
+    assert chat("--document", document) == 0
+    out, err = capsys.readouterr()
+    assert "that is the document itself" in err and "There is no /exit now" in out
+    for verb, option in (("ask", "--save"), ("view", "--out")):
+        assert main([verb, "--document", str(document), option, str(link)]) == 1
+        assert f"{option} {link}: that is the document itself" in capsys.readouterr().err
+    assert document.read_text(encoding="utf-8") == DOCUMENT.text
 
 
 def _failing() -> Iterator[str]:

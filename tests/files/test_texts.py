@@ -1,6 +1,7 @@
 """Documents become the text that a person sees in them, and whatever else a file holds is one error that says so."""
 
 import io
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,29 @@ def test_standard_input_is_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         read_documents([Path("-")])
     with pytest.raises(ValueError, match="once"):
         read_documents([Path("-"), Path("-")])
+
+
+def test_standard_input_may_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for closed in (None, _closed()):
+        monkeypatch.setattr("sys.stdin", closed)
+        with pytest.raises(ValueError, match="is closed"):
+            read_documents([Path("-")])
+
+
+def _closed() -> io.TextIOWrapper:
+    file = io.TextIOWrapper(io.BytesIO())
+    file.close()
+    return file
+
+
+def test_names_that_are_no_characters_are_shown_with_others(tmp_path: Path) -> None:
+    path, other = tmp_path / os.fsdecode(b"a\xff.txt"), tmp_path / "b.txt"
+    for one in (path, other):
+        one.write_text("Tin.", encoding="utf-8")
+    assert read_documents([path, other]) == "# a?.txt\n\nTin.\n\n# b.txt\n\nTin."
+    with pytest.raises(ValueError, match=r"a\?\.txt is not a text file"):
+        path.write_bytes(b"\0")
+        read_documents([path])
 
 
 @pytest.mark.parametrize("data", [b"\xff\xfeh\x00i\x00", b"caf\xe9", bytes(range(256)), b"a\0b"])

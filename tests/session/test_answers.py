@@ -1,17 +1,22 @@
 """Streams of an answer, and many questions at once."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from gatesight_hf import Session
 from gatesight_hf.session.answering import answer, answer_many
 
 from ..helpers.chats import TEXT, chat_tokenizer
 from ..helpers.models import KeyNorm
+from ..helpers.paths import ROOT
 from ..helpers.running import CONTEXT, LENGTH, compacted, random_ids
 
 pytestmark = pytest.mark.core
@@ -39,8 +44,7 @@ def test_pieces_are_the_answer(session, question):
 
 
 def test_pieces_of_a_turn_are_kept(session):
-    other = Session(session.model, session.tokenizer, session.cache)
-    other._document = session._document
+    other = Session(session.model, session.tokenizer, session._document)
     assert "".join(session.stream("Who?", 9, chat=True)) == other.chat("Who?", 9)
     assert session.history == other.history and session.chat("Why?", 9) == other.chat("Why?", 9)
 
@@ -115,6 +119,43 @@ def test_a_callers_stopping_criteria_hold(session):
     assert whole.startswith(cut) and len(cut) < len(whole)
 
 
+@pytest.mark.parametrize("within", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_a_stream_runs_in_its_readers_modes(session, within):
+    seen = []
+    modes = lambda *_: seen.append((torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")))  # noqa: E731
+    handle = session.model.lm_head.register_forward_hook(modes)
+    try:
+        with within():
+            expected = session.ask("Who?", 6)
+            of_ask = len(seen)
+            assert "".join(session.stream("Who?", 6)) == expected
+    finally:
+        handle.remove()
+    assert set(seen[of_ask:]) == set(seen[:of_ask]) != {(False, False)}
+
+
+def test_a_program_may_end_within_a_stream():
+    program = """
+from gatesight_hf import Session
+from tests.helpers.chats import TEXT, chat_tokenizer
+from tests.helpers.models import KeyNorm
+from tests.session.conftest import chat_model
+session = Session.open(chat_model(), chat_tokenizer(), KeyNorm(), TEXT, kept_fraction=0.4)
+pieces = session.stream("Who?", 1_000_000, eos_token_id=[])
+print(bool(next(pieces)))
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert (run.returncode, run.stdout.strip()) == (0, "True"), run.stderr[-2000:]
+
+
+def test_a_generation_config_says_how(session):
+    config = GenerationConfig(do_sample=True, temperature=9.0)
+    assert len({session.ask("Who?", 6, generation_config=config) for _ in range(5)}) > 1
+    assert session.ask("Who?", 6, generation_config=GenerationConfig()) == session.ask("Who?", 6)
+
+
 # -- many questions ----------------------------------------------------------------------------------------------------
 
 
@@ -158,6 +199,23 @@ def test_answers_that_end_early_are_cut_in_their_row(model):
     assert len({len(text) for text in expected}) > 2
     for pad in ({}, {"pad_token_id": None}):
         assert session.ask_many(asked, 9, eos_token_id=ends, **pad) == expected
+
+
+@pytest.mark.parametrize("end", [{}, {"eos_token_id": None}])
+@pytest.mark.parametrize("kind", ["none", "strings", "criteria", "config"])
+def test_answers_that_end_otherwise_are_those_of_one_by_one(session, kind, end, monkeypatch):
+    asked = [f"{a}{b}?" for a in "0123" for b in "012"]
+    monkeypatch.setattr(session.model.generation_config, "eos_token_id", session.tokenizer(" Santos").input_ids[-1])
+    strings = {"stop_strings": ["s", "e"]}
+    options: dict[str, Any] = {
+        "none": {},
+        "strings": {**strings, "tokenizer": session.tokenizer},
+        "criteria": {"stopping_criteria": [lambda ids, _: ids[:, -1] % 3 == 0]},
+        "config": {"generation_config": GenerationConfig(**strings), "tokenizer": session.tokenizer},
+    }[kind]
+    expected = [session.ask(question, 12, **options, **end) for question in asked]
+    assert len({len(text) for text in expected}) > 2
+    assert session.ask_many(asked, 12, **options, **end) == expected
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,15 @@ import pytest
 import torch
 from transformers import LogitsProcessor
 
-from gatesight_hf import CacheStateError, Session, SessionFileError, SessionMismatchError
+from gatesight_hf import CacheStateError, GateSightCache, Session, SessionFileError, SessionMismatchError
 from gatesight_hf.files.tensor_files import TensorFile
+from gatesight_hf.session.conversation import Begun, Conversation
+from gatesight_hf.session.prompts import Turn
 
 from ..helpers import chats
 from ..helpers.chats import TEXT, chat_tokenizer, ids_of, messages_of
 from ..helpers.models import KeyNorm
+from ..helpers.running import random_ids
 
 pytestmark = pytest.mark.core
 
@@ -44,6 +47,10 @@ def say(session: Session, question: str, answer: str, **options: Any) -> str:
     return session.chat(question, 60, logits_processor=[Say(session.tokenizer, answer)], **options)
 
 
+def begun(session: Session, question: str) -> Begun:
+    return session._conversation.begin(session.model, question)
+
+
 @contextmanager
 def counted(model: Any) -> Iterator[list[int]]:
     """Tokens of each forward."""
@@ -70,8 +77,7 @@ def test_logits_of_each_turn_equal_a_fresh_run_on_the_templates_text(model, unho
     for number, (question, answer) in enumerate([*TURNS, ("Why?", "")]):
         questions = [asked for asked, _ in TURNS[:number]] + [question]
         whole = ids_of(tokenizer, messages_of(TEXT * 2, questions, answers), **options)
-        cache, ids = session._begun(question)
-        child = cache.fork()
+        _, _, cache, child, ids = begun(session, question)
         assert child.context.tokens.ids[0].tolist() + ids == whole
         logits = model(torch.tensor([ids]), past_key_values=child).logits[0]
         expected = unhooked(torch.tensor([whole])).logits[0, -len(ids) :]
@@ -104,7 +110,7 @@ def test_reasoning_is_gone_from_what_later_turns_see(model):
     session = opened(model)
     for question, answer in TURNS[:2]:
         say(session, question, answer)
-    cache, _ = session._begun("Why?")
+    cache = begun(session, "Why?").before
     shown = session.tokenizer.decode(cache.context.tokens.ids[0])
     assert "says so" not in shown and "The harbour master." in shown and "Coffee from Santos." in shown
     assert session.history[1]["content"] == TURNS[0][1], "history is what was said"
@@ -116,7 +122,7 @@ def test_old_turns_never_stay_twice_in_a_cache_that_recompacts(model, name):
     for number, (question, answer) in enumerate(TURNS):
         say(session, question, answer)
         said = [asked for asked, _ in TURNS[: number + 1]]
-        cache, ids = session._begun("Why?")
+        _, _, cache, _, ids = begun(session, "Why?")
         answers = [answer for _, answer in TURNS[: number + 1]]
         whole = ids_of(session.tokenizer, messages_of(TEXT * 2, [*said, "Why?"], answers))
         assert cache.context.tokens.ids[0].tolist() + ids == whole
@@ -149,7 +155,7 @@ def test_raw_text_has_conversations_too(model, unhooked):
     session = opened(model, None)
     say(session, "Who keeps it?", "The harbour master.")
     whole = session.tokenizer(TEXT * 2 + "Who keeps it? The harbour master.\nWhy?").input_ids
-    cache, ids = session._begun("Why?")
+    _, _, cache, _, ids = begun(session, "Why?")
     assert cache.context.tokens.ids[0].tolist() + ids == whole
     logits = model(torch.tensor([ids]), past_key_values=cache.fork()).logits[0, -1]
     assert torch.allclose(logits, unhooked(torch.tensor([whole])).logits[0, -1], atol=2e-4)
@@ -174,7 +180,83 @@ def test_beams_go_on_too(model):
     session = opened(model)
     for question, _ in TURNS[:3]:
         session.chat(question, 4, num_beams=3)
-    assert len(session.history) == 6 and session._begun("Why?")[0].batch_size == 1
+    assert len(session.history) == 6 and begun(session, "Why?").before.batch_size == 1
+
+
+@pytest.mark.parametrize("change", ["chat", "stream", "add", "reset_chat"])
+def test_a_turn_that_the_session_has_left_behind_is_no_part_of_it(model, change):
+    session = opened(model, kept_fraction=0.4)
+    pieces = session.stream("Who?", 6, chat=True)
+    next(pieces)
+    changes = {
+        "chat": lambda: session.chat("Why?", 4),
+        "stream": lambda: list(session.stream("Why?", 4, chat=True)),
+        "add": lambda: session.add("A codicil says that all is otherwise."),
+        "reset_chat": session.reset_chat,
+    }
+    changes[change]()
+    before = session.history
+    with pytest.raises(CacheStateError, match="changed before the answer"):
+        list(pieces)
+    assert session.history == before
+    say(session, *TURNS[0])
+    text = TEXT * 2 + ("\n\nA codicil says that all is otherwise." if change == "add" else "")
+    asked = [message["content"] for message in session.history[::2]]
+    answers = [message["content"] for message in session.history[1::2]]
+    *_, child, ids = begun(session, "7?")
+    whole = ids_of(session.tokenizer, messages_of(text, [*asked, "7?"], answers))
+    assert child.context.tokens.ids[0].tolist() + ids == whole
+
+
+def test_what_is_made_and_not_read_has_not_begun(model):
+    session, other = opened(model, kept_fraction=0.4), opened(model, kept_fraction=0.4)
+    streams = [session.stream(question, 6, chat=True) for question in ("Who?", "Why?")]
+    for one in (session, other):
+        one.add(" A codicil says that all is otherwise.")
+    assert ["".join(pieces) for pieces in streams] == [other.chat(question, 6) for question in ("Who?", "Why?")]
+    assert session.history == other.history
+
+
+def test_a_cache_that_was_used_itself_is_refused(model):
+    session = opened(model, kept_fraction=0.4)
+    model(torch.tensor([[5, 6]]), past_key_values=session.cache)
+    for use in (session.ask, session.chat, lambda text: session.ask_many([text]), session.add):
+        with pytest.raises(CacheStateError, match=r"Use forks of session\.cache"):
+            use("Who?")
+    with pytest.raises(CacheStateError, match=r"Use forks of session\.cache"):
+        next(session.stream("Who?"))
+
+
+def test_a_document_of_embeddings_has_questions_and_no_turns(model):
+    cache = GateSightCache(KeyNorm(), model, kept_fraction=0.5)
+    embedded = model.get_input_embeddings()(random_ids(40))
+    with torch.no_grad():
+        model(inputs_embeds=embedded, past_key_values=cache)
+    cache.compact()
+    session = Session(model, chat_tokenizer(None), cache)
+    for use in (session.chat, lambda text: list(session.stream(text, chat=True))):
+        with pytest.raises(CacheStateError, match="embeddings"):
+            use("Who?")
+    assert session.history == [] and session.ask("Who?", 4)
+
+
+@pytest.mark.parametrize("question", ["\n\nWho keeps it?", "Who keeps it?\n\n", "  412? "])
+@pytest.mark.parametrize("template", ["plain", "reasoning"])
+def test_spaces_around_a_question_block_no_later_turn(model, question, template):
+    session = opened(model, chats.TEMPLATES[template])
+    say(session, question, "The harbour master.")
+    assert session.history[0]["content"] == question.strip()
+    *_, child, ids = begun(session, "Why?")
+    whole = ids_of(session.tokenizer, messages_of(TEXT * 2, [question.strip(), "Why?"], ["The harbour master."]))
+    assert child.context.tokens.ids[0].tolist() + ids == whole
+
+
+def test_turns_are_read_in_chunks_of_the_document(model, tmp_path):
+    session = opened(model, prefill_chunk_size=16)
+    session._conversation = Conversation(session._document, (Turn("Who keeps the ledger? " * 9, "None of them. " * 9),))
+    with counted(model) as lengths:
+        session.chat("Why?", 1)
+    assert max(lengths[:-1]) == 16 and len(lengths) > 4
 
 
 def test_a_document_is_not_added_to_within_a_conversation(model):
@@ -203,8 +285,8 @@ def test_a_conversation_goes_on_from_a_file(model, tmp_path, template):
     assert loaded._document.prompt.turn((), "Why?") == session._document.prompt.turn((), "Why?")
     for question, answer in TURNS[2:]:
         assert say(loaded, question, answer) == say(session, question, answer)
-    ours, theirs = (one._begun("Why?") for one in (session, loaded))
-    assert ours[1] == theirs[1] and ours[0].context.tokens.ids.equal(theirs[0].context.tokens.ids)
+    ours, theirs = (begun(one, "Why?") for one in (session, loaded))
+    assert ours.ids == theirs.ids and ours.before.context.tokens.ids.equal(theirs.before.context.tokens.ids)
     loaded.reset_chat()
     loaded.add("More of it.")
 
@@ -265,7 +347,7 @@ def test_files_that_say_what_cannot_be_are_refused(model, tmp_path, case, monkey
     monkeypatch.setattr("gatesight_hf.session.session.save", _saving(content))
     session.save(path)
     with TensorFile(path) as file:
-        assert "session" in file.metadata
+        assert "session" in file.infos
     with pytest.raises((SessionFileError, SessionMismatchError), match=str(path)):
         Session.load(path, model, session.tokenizer)
 
