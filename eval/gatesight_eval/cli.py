@@ -153,7 +153,7 @@ def _vllm_backend(args: argparse.Namespace) -> "tuple[Backend, Callable[[], list
 
     require_vllm()
     from gatesight_hf.vllm import GateSightLLM
-    from gatesight_hf.vllm.messages import METHODS
+    from gatesight_hf.vllm.options import METHODS
 
     from .backends.paged import VLLMBackend
 

@@ -192,24 +192,25 @@ def _add_serve(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     verb.add_argument("--protected-prefix", type=int, default=0, help="first tokens of each context that always stay")
     verb.add_argument("--allocation", default="gate", help="layer shares (default: gate)")
     verb.add_argument("--max-sessions", type=int, default=64, help="idle ones beyond that are dropped (default: 64)")
+    verb.add_argument("--max-sessions-per-key", type=int, help="of each API key of the server (default: no limit)")
+    verb.add_argument("--max-bytes-per-key", type=int, help="likewise, of what its sessions hold (default: no limit)")
     verb.add_argument("--print", action="store_true", help="print the command instead of running it")
     verb.epilog = "What follows -- goes to `vllm serve`, such as: -- --dtype bfloat16 --port 8000"
     verb.set_defaults(run=_serve, takes_more=True)
 
 
 def _serve(args: argparse.Namespace) -> None:
+    from ..vllm.options import serve_command
     from ..vllm.support import require_vllm
 
-    require_vllm()
-    from ..vllm.server import serve_command
-
-    names = ("kept_fraction", "protected_prefix", "allocation", "max_sessions")
-    config = {name: getattr(args, name) for name in names}
+    names = ("kept_fraction", "protected_prefix", "allocation", "max_sessions", "max_sessions_per_key")
+    config = {name: getattr(args, name) for name in (*names, "max_bytes_per_key")}
     command = serve_command(args.model, args.estimator, *args.more, **config)
     if args.print:
         print(shlex.join(command))
-    else:
-        os.execv(command[0], command)
+        return
+    require_vllm()
+    os.execv(command[0], command)
 
 
 def _add_inspect(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

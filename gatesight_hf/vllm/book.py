@@ -11,8 +11,9 @@ from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.request import RequestStatus
 
 from ..models.hybrid import HybridSpec
-from .messages import ASK, DROP, OPEN, REPORT, Asked, Compaction, OpenOptions, Outcome, Outcomes, StepMetadata, digest
+from .messages import Compaction, Outcome, Outcomes, StepMetadata, digest
 from .metrics import SessionStats
+from .options import ASK, DROP, OPEN, REPORT, Asked, Limits, OpenOptions
 from .paged import GateSightAttentionManager, GateSightAttentionSpec, Inherited
 from .sessions import Session, Sessions
 
@@ -24,10 +25,11 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-#: Idle sessions beyond that are dropped.
-MAX_SESSIONS = 64
-#: Sessions of which it is remembered why their last request failed.
+#: Requests of which it is remembered why they failed.
 REFUSALS = 256
+#: Statuses of HTTP, for those who ask over it: what a request asks cannot be, is not there, was replaced, goes beyond a
+#: limit, went wrong, or finds no room now.
+BAD, MISSING, REPLACED, LIMITED, FAILED, FULL = 400, 404, 409, 429, 500, 503
 
 
 @dataclass
@@ -35,7 +37,7 @@ class _Parent:
     """A request that opens a session, until it is compacted."""
 
     session: Session
-    session_id: str
+    asked: Asked
     options: OpenOptions
     seen: int = 0
     blocks: list[list[KVCacheBlock]] | None = None
@@ -48,7 +50,7 @@ class SessionBook:
         spec: Layout of the model.
         kv_cache_config: Of the engine.
         estimators: Names of the scorers.
-        given: Of the connector's configuration: `max_sessions`, and defaults of `OpenOptions`.
+        given: Of the connector's configuration: `Limits`, and defaults of `OpenOptions`.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class SessionBook:
     ) -> None:
         given = dict(given)
         self._spec, self._estimators = spec, estimators
-        self.sessions = Sessions(given.pop("max_sessions", MAX_SESSIONS))
+        self.sessions = Sessions(Limits.taken_from(given))
         self._options = OpenOptions(scorer=estimators[0]).updated(given)
         self._options.check_scorer(estimators)
         groups = kv_cache_config.kv_cache_groups
@@ -74,8 +76,8 @@ class SessionBook:
         self._refused: set[str] = set()
         #: Gauges as they were told last.
         self._levels: dict[str, int] = {"sessions": 0, "session_blocks": 0}
-        #: By session, why its last request could not be served, until it is asked for.
-        self._refusals: OrderedDict[str, str] = OrderedDict()
+        #: By a request's token, or its session, with a status of HTTP: why it could not be served, until that is asked.
+        self._refusals: OrderedDict[str, tuple[int, str]] = OrderedDict()
         #: By request that drops a session, whether there was one.
         self._dropped: dict[str, bool] = {}
 
@@ -108,10 +110,13 @@ class SessionBook:
             options = self._options.updated(asked.options)
             options.check_scorer(self._estimators)
         except (ValueError, TypeError) as error:
-            self._note(asked.session_id, str(error))
+            self._note(asked, BAD, str(error))
             return
-        session = Session(request.num_prompt_tokens, digest(request.prompt_token_ids))
-        self._parents[request.request_id] = _Parent(session, asked.session_id, options)
+        if why := self.sessions.why_no_more(asked.owner, asked.session_id):
+            self._note(asked, LIMITED, why)
+            return
+        session = Session(request.num_prompt_tokens, digest(request.prompt_token_ids), asked.owner, asked.token)
+        self._parents[request.request_id] = _Parent(session, asked, options)
 
     def inherited_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
         asked, request_id = Asked.by(request), request.request_id
@@ -130,7 +135,7 @@ class SessionBook:
                 manager.inherit(request_id, session.attention[i])
             self._make_room(request)
             if request_id not in session.users:
-                self._note(asked.session_id, "no blocks are left for a child beside it")
+                self._note(asked, FULL, "no blocks are left for a child beside it")
                 session = None
         if session is None:
             # A load that fails is the one way in which a connector can refuse a request. It needs blocks like others:
@@ -149,15 +154,16 @@ class SessionBook:
         session = self.sessions.find(asked.session_id, request.request_id) if asked.kind == ASK else None
         why = _why_no_child(request, asked, session)
         if why is not None or session is None:
-            self._note(asked.session_id, why or "")
+            self._note(asked, MISSING if asked.kind == ASK and session is None else BAD, why or "")
             return None
         self.sessions.use(session, asked.session_id, request.request_id)
         return session
 
-    def _note(self, session_id: str, why: str) -> None:
-        logger.error("GateSight: session %r: %s", session_id, why)
-        self._refusals[session_id] = why.removesuffix(".")
-        self._refusals.move_to_end(session_id)
+    def _note(self, asked: Asked, status: int, why: str) -> None:
+        logger.error("GateSight: session %r: %s", asked.session_id, why)
+        key = asked.token or asked.session_id
+        self._refusals[key] = status, why.removesuffix(".")
+        self._refusals.move_to_end(key)
         while len(self._refusals) > REFUSALS:
             self._refusals.popitem(last=False)
         self.sessions.stats.add(refusals=1)
@@ -231,13 +237,17 @@ class SessionBook:
                     self._manager.block_pool.touch(blocks)
         asked = Asked.by(request)
         if asked.kind == REPORT:
-            return False, self._report(asked.session_id)
+            return False, self._report(asked)
         return False, None if dropped is None else {"dropped": dropped}
 
-    def _report(self, session_id: str) -> dict[str, Any]:
-        session = self.sessions.get(session_id)
-        refusal = self._refusals.pop(session_id, None)
-        return {"report": None if session is None else session.report, "refusal": refusal}
+    def _report(self, asked: Asked) -> dict[str, Any]:
+        """Of a session; with a token, of what became of the request that had it."""
+        session = self.sessions.get(asked.session_id)
+        status, refusal = self._refusals.pop(asked.token or asked.session_id, (None, None))
+        if asked.token and session is not None and session.token != asked.token:
+            session = None
+            status, refusal = (status or REPLACED), (refusal or "another request opened a session of that id since")
+        return {"report": None if session is None else session.report, "refusal": refusal, "status": status}
 
     def take_outcomes(self, outcomes: Outcomes) -> None:
         """Make sessions of the parents that the worker has compacted, and note why others could not be."""
@@ -248,9 +258,9 @@ class SessionBook:
             if outcome.error is not None:
                 for blocks in parent.blocks:
                     self._manager.block_pool.free_blocks(reversed(blocks))
-                self.sessions.drop(parent.session_id)
+                self.sessions.drop(parent.asked.session_id)
                 self.sessions.stats.add(failed_compactions=1)
-                self._note(parent.session_id, outcome.error)
+                self._note(parent.asked, FAILED, outcome.error)
             else:
                 self._keep(parent, parent.blocks, outcome)
 
@@ -276,8 +286,9 @@ class SessionBook:
             bytes_freed=session.report["kv_bytes_before"] - session.report["kv_bytes"],
             **{f"{name}_seconds": seconds for name, seconds in outcome.seconds.items()},
         )
-        self.sessions.add(parent.session_id, session)
-        self._refusals.pop(parent.session_id, None)
+        self._refusals.pop(parent.asked.token or parent.asked.session_id, None)
+        if why := self.sessions.add(parent.asked.session_id, session):
+            self._note(parent.asked, LIMITED, why)
 
     def take_stats(self) -> SessionStats | None:
         """What has happened since the last call; None if nothing has."""

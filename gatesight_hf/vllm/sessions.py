@@ -8,6 +8,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from .metrics import SessionStats
+from .options import Limits
 from .paged import Inherited
 
 
@@ -18,6 +19,8 @@ class Session:
     Attributes:
         tokens: Of the context: where children begin.
         digest: Of the context's ids.
+        owner: Whose it is, see `Asked`.
+        token: Of the request that opened it, likewise.
         attention: Per KV-cache group of an attention layer.
         states: Per group of GDN layers, the block with their states after the context.
         report: Of the compaction, for whoever asks.
@@ -26,6 +29,8 @@ class Session:
 
     tokens: int
     digest: bytes
+    owner: str = ""
+    token: str = ""
     attention: dict[int, Inherited] = field(default_factory=dict)
     states: dict[int, KVCacheBlock] = field(default_factory=dict)
     report: dict[str, Any] = field(default_factory=dict)
@@ -36,16 +41,21 @@ class Session:
         """All that it holds."""
         return [*self.states.values(), *(block for inherited in self.attention.values() for block in inherited.blocks)]
 
+    @property
+    def nbytes(self) -> int:
+        """Of these."""
+        return int(self.report.get("kv_bytes", 0) + self.report.get("gdn_bytes", 0))
+
 
 class Sessions:
     """By id, the least recently used one first. Holds one reference to each block of each session.
 
     Args:
-        most: Sessions at a time; idle ones beyond that are dropped.
+        limits: Of all sessions, and of each owner's.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
         self._held: OrderedDict[str, Session] = OrderedDict()
         #: Dropped while in use: gone for new requests, and given back when the last user ends.
         self._leaving: list[Session] = []
@@ -64,12 +74,37 @@ class Sessions:
     def get(self, session_id: str) -> Session | None:
         return self._held.get(session_id)
 
-    def add(self, session_id: str, session: Session) -> None:
-        """Take over one reference to each block; a session of the same id is dropped."""
+    def add(self, session_id: str, session: Session) -> str | None:
+        """Take over one reference to each block; a session of the same id is dropped.
+
+        Returns:
+            Why it was dropped itself at once, or None.
+        """
         self.drop(session_id)
         self._held[session_id] = session
-        while len(self._held) > self._most and self.drop_idle(spared=session_id):
+        while len(self._held) > self._limits.max_sessions and self.drop_idle(spared=session_id):
             pass
+        while (why := self._beyond_limits(session.owner)) and self.drop_idle(session_id, session.owner):
+            pass
+        if why is not None:
+            self.drop(session_id)
+        return why
+
+    def why_no_more(self, owner: str, session_id: str) -> str | None:
+        """Why an owner cannot have one more session, whatever its size, or None; one of the same id is replaced."""
+        idle = any(one.owner == owner and not one.users for one in self._held.values())
+        replaced = session_id in self._held
+        return None if idle or replaced else self._beyond_limits(owner, more=1)
+
+    def _beyond_limits(self, owner: str, more: int = 0) -> str | None:
+        """Which of its limits an owner's sessions exceed, with so many more of unknown size."""
+        limits, own = self._limits, [one for one in (*self._held.values(), *self._leaving) if one.owner == owner]
+        most, most_bytes = limits.max_sessions_per_key, limits.max_bytes_per_key
+        if most is not None and len(own) + more > most:
+            return f"more than {most} sessions of one key, of which none is idle"
+        if most_bytes is not None and sum(one.nbytes for one in own) + more > most_bytes:
+            return f"more than {most_bytes} bytes in sessions of one key, of which no other is idle"
+        return None
 
     def find(self, session_id: str, request_id: str) -> Session | None:
         """The one that the request uses, even if it was dropped since; or else the one of that id, if there is one."""
@@ -106,10 +141,16 @@ class Sessions:
             self._give_back(session)
         return True
 
-    def drop_idle(self, spared: str | None = None) -> bool:
-        """Drop the least recently used session that no request uses, but not `spared`; False if there is none."""
-        idle = next((name for name, session in self._held.items() if not session.users and name != spared), None)
-        return idle is not None and self.drop(idle)
+    def drop_idle(self, spared: str | None = None, owner: str | None = None) -> bool:
+        """Drop the least recently used session that no request uses, of one owner or of all; False if there is none.
+
+        Args:
+            spared: Id of one that stays.
+            owner: None for all.
+        """
+        idle = (name for name, one in self._held.items() if not one.users and owner in (None, one.owner))
+        found = next((name for name in idle if name != spared), None)
+        return found is not None and self.drop(found)
 
     def make_room(self, blocks: int, request_id: str = "") -> None:
         """Drop idle sessions until so many blocks are free, or none is left.

@@ -17,7 +17,8 @@ from ..compaction.plan import plan_compaction
 from ..models.hybrid import HybridSpec
 from ..scoring.estimator import Estimator
 from ..scoring.interface import Prefill, Scorer, Scores, checked_scores
-from .messages import METHODS, Compaction, Outcome, StepMetadata
+from .messages import Compaction, Outcome, StepMetadata
+from .options import METHODS
 from .paged import GateSightAttentionSpec
 from .pages import Pages, check_layout
 from .recording import Recorded, Recorder

@@ -28,6 +28,13 @@ class Server:
         self.process = process
         self.client = httpx.Client(base_url=self.url, timeout=120)
 
+    def of(self, key: str) -> "Server":
+        """The same one, for who has an API key."""
+        other = Server.__new__(Server)
+        other.url, other.process = self.url, self.process
+        other.client = httpx.Client(base_url=self.url, timeout=120, headers={"Authorization": f"Bearer {key}"})
+        return other
+
     def complete(self, prompt: str, about: dict[str, Any] | None = None, **options: Any) -> httpx.Response:
         body = {"prompt": prompt, "temperature": 0, "max_tokens": 6, "kv_transfer_params": about, **options}
         return self.client.post("/v1/completions", json=body)
@@ -44,8 +51,8 @@ class Server:
         found: dict[str, Any] = response.json()["kv_transfer_params"]
         return found
 
-    def ask(self, name: str, number: int, **options: Any) -> str:
-        document = DOCUMENTS[name]
+    def ask(self, name: str, number: int, document_name: str | None = None, **options: Any) -> str:
+        document = DOCUMENTS[document_name or name]
         about = {"gatesight": "ask", "session": name}
         response = self.complete(f"{document.text} {document.questions[number].text}", about, **options)
         assert response.status_code == 200, response.text
@@ -68,8 +75,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(*more: str) -> Iterator[Server]:
-    """A server with further options of vLLM's."""
+def serving(*more: str, ours: str = "") -> Iterator[Server]:
+    """A server with further options of vLLM's, and of ours."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -79,7 +86,7 @@ def serving(*more: str) -> Iterator[Server]:
         "import sys; from gatesight_hf.commands.cli import main; sys.exit(main())",
         "serve",
     ]
-    command += [str(MODEL_PATH), "--estimator", str(ESTIMATOR_PATH), "--kept-fraction", "0.25", "--"]
+    command += [str(MODEL_PATH), "--estimator", str(ESTIMATOR_PATH), "--kept-fraction", "0.25", *ours.split(), "--"]
     # vLLM's processes spin on their cores.
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"

@@ -37,8 +37,8 @@ from gatesight_hf.methods import KeyDiff
 from gatesight_hf.reference import documents
 from gatesight_hf.scoring import Scores
 from gatesight_hf.vllm import pages, worker
-from gatesight_hf.vllm.messages import Asked, OpenOptions
 from gatesight_hf.vllm.metrics import COUNTERS, SessionStats
+from gatesight_hf.vllm.options import Asked, OpenOptions
 from gatesight_hf.vllm.paged import GateSightAttentionManager
 from gatesight_hf.vllm.pages import Pages
 from gatesight_hf.vllm.support import UnsupportedVLLMError, check_engine
@@ -557,7 +557,7 @@ def test_options_are_checked(engine):
     with pytest.raises(ValueError, match="scorer 'gatesight' has no options"):
         engine.open(CONTEXT_IDS, scorer_options={"window": 3})
     with pytest.raises(ValueError, match="max_sessions"):
-        gatesight_vllm.llm.engine_options("estimator", max_sessions=0)
+        gatesight_vllm.options.engine_settings("estimator", max_sessions=0)
 
     with pytest.raises(ValueError, match="heads of a layer, which share"):
         engine.open(CONTEXT_IDS, allocation="global")

@@ -1,6 +1,8 @@
 """`gatesight serve`: many clients over loopback, against solo runs of the same server, in processes of their own."""
 
 import asyncio
+import contextlib
+import hashlib
 import json
 import os
 import subprocess
@@ -111,6 +113,98 @@ def test_requests_that_cannot_be_served_say_why(server):
     assert server.client.put("/gatesight/sessions/one").status_code == 405
     assert server.client.delete("/gatesight/sessions/one").status_code == 200
     assert server.process.poll() is None
+
+
+def test_each_of_two_opens_of_one_id_has_its_own_report(server):
+    texts = [document.text for document in DOCUMENTS.values()]
+    texts += [" ".join(text.split()[:length]) for text, length in zip(texts, (300, 500), strict=True)]
+    about = {"gatesight": "open", "session": "shared"}
+    for _ in range(3):
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda text: server.complete(text, about), texts))
+        last = server.client.get("/gatesight/sessions/shared").json()["tokens"]
+        of_200 = [(text, one) for text, one in zip(texts, found, strict=True) if one.status_code == 200]
+        assert last in [one.json()["usage"]["prompt_tokens"] for _, one in of_200]
+        for text, one in zip(texts, found, strict=True):
+            if one.status_code == 200:
+                assert one.json()["kv_transfer_params"]["tokens"] == len(text.split())
+            else:
+                assert one.status_code == 409 and "another request opened" in one.text
+    server.client.delete("/gatesight/sessions/shared")
+
+
+def test_a_session_without_an_id_gets_one(server):
+    names = set()
+    for _ in range(2):
+        opened = server.complete(DOCUMENTS["one"].text, {"gatesight": "open"}).json()["kv_transfer_params"]
+        names.add(opened["session"])
+        assert len(opened["session"]) > 40 and opened["tokens"] == 1024
+        assert server.client.get(f"/gatesight/sessions/{opened['session']}").status_code == 200
+    assert len(names) == 2
+    for name in names:
+        assert server.client.delete(f"/gatesight/sessions/{name}").json() == {"session": name, "dropped": True}
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[Server]:
+    with serving("--api-key", "first", "second", ours="--max-sessions-per-key 2") as running:
+        yield running
+
+
+def test_a_key_has_sessions_of_its_own(keyed):
+    first, second, other = keyed.of("first"), keyed.of("second"), keyed.of("third")
+    assert first.complete(DOCUMENTS["one"].text, {"gatesight": "open", "session": "doc"}).status_code == 200
+    hidden = hashlib.blake2b(b"first", digest_size=16, person=b"gatesight").hexdigest()
+    document = DOCUMENTS["one"]
+    prompt = f"{document.text} {document.questions[0].text}"
+    for name in ("doc", f"{hidden}/doc"):
+        assert second.client.get(f"/gatesight/sessions/{name}").status_code == 404
+        assert second.client.delete(f"/gatesight/sessions/{name}").status_code == 404
+        for about in ({}, {"owner": hidden}, {"owner": hidden, "token": ""}):
+            response = second.complete(prompt, {"gatesight": "ask", "session": name, **about})
+            assert response.status_code == 404, response.text
+    # What hides what it asks, from a search for words, is found too.
+    given = {"prompt": prompt, "kv_transfer_params": {"gatesight": "ask", "session": f"{hidden}/doc"}}
+    text = json.dumps(given)
+    for body in (text.replace("gatesight", "g\\u0061tesight").encode(), text.encode("utf-16")):
+        response = second.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+        assert response.status_code == 404 and "no such session" in response.text
+    for path in ("/v1/responses", "/v1/messages", "/inference/v1/generate"):
+        assert second.client.post(path, json=given).status_code == 400
+    assert other.client.get("/gatesight/sessions/doc").status_code == 401
+    assert other.complete(prompt, {"gatesight": "ask", "session": "doc"}).status_code == 401
+    assert second.complete(ORDINARY).status_code == 200
+    assert first.ask("doc", 0, "one") == f" {document.questions[0].expected}"
+    assert first.client.delete("/gatesight/sessions/doc").status_code == 200
+
+
+def test_a_key_has_as_many_sessions_as_it_may(keyed):
+    first, second = keyed.of("first"), keyed.of("second")
+    second.open("one")
+    for name in ("a", "b", "c"):
+        first.complete(DOCUMENTS["one"].text, {"gatesight": "open", "session": name})
+    found = [first.client.get(f"/gatesight/sessions/{name}").status_code for name in ("a", "b", "c")]
+    assert found == [404, 200, 200], "the least recently used one made room"
+    assert second.client.get("/gatesight/sessions/one").status_code == 200
+    document = DOCUMENTS["one"]
+    prompt = f"{document.text} {document.questions[0].text}"
+    body = {"prompt": prompt, "stream": True, "max_tokens": 900, "min_tokens": 900, "temperature": 0}
+    with contextlib.ExitStack() as stack:
+        streams = []  # kept: an iterator that is gone closes its stream
+        for name in ("b", "c"):
+            given = {**body, "kv_transfer_params": {"gatesight": "ask", "session": name}}
+            response = stack.enter_context(first.client.stream("POST", "/v1/completions", json=given))
+            streams.append(response.iter_lines())
+            assert "data" in next(streams[-1])
+        refused = first.complete(document.text, {"gatesight": "open", "session": "d"})
+        assert refused.status_code == 429 and "more than 2 sessions of one key" in refused.text
+        assert first.complete(document.text, {"gatesight": "open", "session": "b"}).status_code in (200, 429)
+    assert second.ask("one", 0) == f" {document.questions[0].expected}"
+    for name in ("b", "c"):
+        first.client.delete(f"/gatesight/sessions/{name}")
 
 
 @pytest.mark.parametrize("stream", [False, True])

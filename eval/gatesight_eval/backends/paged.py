@@ -12,7 +12,7 @@ from vllm import RequestOutput, SamplingParams
 
 import gatesight_hf
 from gatesight_hf.vllm import GateSightLLM, SessionReport
-from gatesight_hf.vllm.messages import METHODS
+from gatesight_hf.vllm.options import METHODS
 from gatesight_hf.vllm.support import vllm_version
 
 from .base import Answer, Backend, CellResult, ContextResult, Request, check_length
