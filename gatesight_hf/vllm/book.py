@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.request import RequestStatus
 
 from ..models.hybrid import HybridSpec
 from .messages import ASK, DROP, OPEN, REPORT, Asked, Compaction, OpenOptions, Outcome, Outcomes, StepMetadata, digest
 from .metrics import SessionStats
-from .paged import GateSightAttentionManager, GateSightAttentionSpec, Inherited
+from .paged import GateSightAttentionManager, GateSightAttentionSpec, Inherited, without_hashes
 from .sessions import Session, Sessions
 
 if TYPE_CHECKING:
@@ -96,6 +95,7 @@ class SessionBook:
         if asked.kind is not None:
             # Set for prompt log-probabilities: vLLM would then ignore what a child inherits, and that it is refused.
             request.skip_reading_prefix_cache = False
+            without_hashes(request)
         if asked.kind == OPEN:
             self._open(request, asked)
         elif asked.kind == DROP:
@@ -126,9 +126,10 @@ class SessionBook:
             return 0, False
         session = None if request_id in self._refused else self._child_of(request, asked)
         if session is not None:
-            for i, manager in self._attention_managers():
-                manager.inherit(request_id, session.attention[i])
-            self._make_room(request)
+            inherited = {**session.attention, **session.states}
+            for i, manager in enumerate(self.managers()):
+                manager.inherit(request_id, inherited[i])
+            self._make_room(request, session.tokens)
             if request_id not in session.users:
                 self._note(asked.session_id, "no blocks are left for a child beside it")
                 session = None
@@ -136,7 +137,7 @@ class SessionBook:
             # A load that fails is the one way in which a connector can refuse a request. It needs blocks like others:
             # where idle sessions had them all, it would wait, and all requests behind it.
             self._refused.add(request_id)
-            for _, manager in self._attention_managers():
+            for manager in self.managers():
                 manager.disinherit(request_id)
             self._make_room(request)
             return 1, True
@@ -162,16 +163,21 @@ class SessionBook:
             self._refusals.popitem(last=False)
         self.sessions.stats.add(refusals=1)
 
-    def _make_room(self, request: "Request") -> None:
-        """Drop idle sessions until the prompt fits."""
-        needed = 0
-        for manager in self.managers():
-            is_child = isinstance(manager, GateSightAttentionManager) and manager.is_child(request.request_id)
-            if is_child:
-                needed += manager.get_num_blocks_to_allocate(request.request_id, request.num_tokens)
-            else:
-                needed += cdiv(request.num_tokens, manager.block_size)
-        self.sessions.make_room(needed, request.request_id)
+    def _make_room(self, request: "Request", inherited: int = 0) -> None:
+        """Drop idle sessions until the prompt fits, so many tokens of which a child inherits."""
+        pool, coordinator, tokens = self._manager.block_pool, self._manager.coordinator, request.num_tokens
+        if not inherited and sum(cdiv(tokens, one.block_size) for one in self.managers()) <= pool.get_num_free_blocks():
+            return
+        found: tuple[list[KVCacheBlock], ...] = tuple([] for _ in self.managers())
+        cached = 0
+        if self._manager.prefix_cache_lookup_enabled(request):
+            found, cached, _ = coordinator.find_longest_cache_hit(request.block_hashes, tokens - 1)
+        computed = cached + inherited
+        needed = coordinator.get_num_blocks_to_allocate(
+            request.request_id, tokens, found, 0, computed, cached, tokens, apply_admission_cap=True
+        )
+        if needed < pool.num_gpu_blocks:  # beyond it says that a block is filled in this very step: later
+            self.sessions.make_room(needed, request.request_id)
 
     def free_idle(self) -> bool:
         """Called where a running request finds no block: an idle session goes before anything is preempted."""
@@ -187,19 +193,16 @@ class SessionBook:
         if session is None or not num_external_tokens:
             return
         self.sessions.stats.add(children=1)
-        for i, manager in enumerate(self.managers()):
-            held = manager.req_to_blocks[request.request_id]
-            if isinstance(manager, MambaManager):
-                self._meta.copies.append((i, session.states[i].block_id, held[0].block_id))
-            else:
-                self._meta.evicted.append((i, held[0].block_id, session.attention[i].evicted))
+        for i, manager in self._attention_managers():
+            first = manager.req_to_blocks[request.request_id][0]
+            self._meta.evicted.append((i, first.block_id, session.attention[i].evicted))
 
     def take_step(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
         meta, self._meta = self._meta, StepMetadata()
         stale = [(i, block, 0) for i, manager in self._attention_managers() for block in manager.take_stale()]
         stale += [(i, block, 0) for i, block in self.sessions.take_stale()]
         meta.evicted = [*stale, *meta.evicted]
-        meta.copies += [(i, *copy) for i, manager in self._attention_managers() for copy in manager.take_copies()]
+        meta.copies = [(i, *copy) for i, manager in enumerate(self.managers()) for copy in manager.take_copies()]
         meta.scheduled = dict(scheduler_output.num_scheduled_tokens)
         for request_id, tokens in meta.scheduled.items():
             parent = self._parents.get(request_id)
@@ -261,10 +264,12 @@ class SessionBook:
             if i in outcome.kept:
                 stay = cdiv(outcome.kept[i], manager.block_size)
                 session.attention[i] = Inherited(blocks[:stay], outcome.kept[i], session.tokens - outcome.kept[i])
+                rest = blocks[stay:]
             else:
-                stay = 1
-                session.states[i] = blocks[0]
-            self._manager.block_pool.free_blocks(reversed(blocks[stay:]))
+                state = manager.state_at(session.tokens)
+                session.states[i] = Inherited(blocks[state : state + 1], session.tokens)
+                rest = blocks[:state] + blocks[state + 1 :]
+            self._manager.block_pool.free_blocks(reversed(rest))
         session.report = _report_of(session, outcome, held, self._block_bytes)
         heads, kept = self._spec.num_key_value_heads, sum(outcome.kept_per_layer)
         self.sessions.stats.add(
@@ -299,7 +304,7 @@ def _report_of(
         "kept": outcome.kept_per_layer,
         "achieved_fraction": outcome.achieved_fraction,
         "gate_means": outcome.gate_means,
-        "blocks_before": sum(len(blocks) for blocks in held),
+        "blocks_before": sum(not block.is_null for blocks in held for block in blocks),
         "blocks": len(session.blocks),
         "kv_bytes_before": sum(len(held[i]) * block_bytes[i] for i in session.attention),
         "kv_bytes": sum(len(inherited.blocks) * block_bytes[i] for i, inherited in session.attention.items()),

@@ -105,13 +105,17 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.bind(runner)
 
     def begin_step(self, step: StepMetadata) -> None:
-        """Called by the worker before anything of a step is prepared."""
+        """Called by the worker before anything of a step is prepared.
+
+        The runner itself moves states from block to block then, where blocks are shorter than contexts.
+        """
         self._worker.begin(step)
+        groups = self._kv_cache_config.kv_cache_groups
+        for group, source, target in step.copies:
+            self._worker.copy(groups[group].layer_names, source, target)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        groups = self._kv_cache_config.kv_cache_groups
-        for group, source, target in self._step().copies:
-            self._worker.copy(groups[group].layer_names, source, target)
+        """Nothing is left to load: see `begin_step`."""
 
     def wait_for_save(self) -> None:
         self._worker.end(self._step())

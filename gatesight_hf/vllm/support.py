@@ -59,8 +59,6 @@ def check_engine(config: Any) -> None:
     )
     if config.device_config.device_type != "cpu":
         obstacles.append(f"device {config.device_config.device_type!r} (only CPU engines have been run)")
-    if cache.enable_prefix_caching:
-        obstacles.append("prefix caching (enable_prefix_caching=False: block hashes know nothing of evicted entries)")
     if config.speculative_config is not None:
         obstacles.append("speculative decoding (GDN states of children cannot be rolled back)")
     for name in ("pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"):

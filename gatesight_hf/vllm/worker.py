@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from ..compaction.plan import plan_compaction
@@ -18,7 +18,7 @@ from ..models.hybrid import HybridSpec
 from ..scoring.estimator import Estimator
 from ..scoring.interface import Prefill, Scorer, Scores, checked_scores
 from .messages import METHODS, Compaction, Outcome, StepMetadata
-from .paged import GateSightAttentionSpec
+from .paged import GateSightAttentionSpec, GateSightStateSpec
 from .pages import Pages, check_layout
 from .recording import Recorded, Recorder
 
@@ -32,11 +32,13 @@ class GateSightWorker(CPUWorker):
     """vLLM's CPU worker with a KV-cache group for each attention layer."""
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        specs = super().get_kv_cache_spec()
-        return {
-            name: GateSightAttentionSpec.of(spec, name) if type(spec) is FullAttentionSpec else spec
-            for name, spec in specs.items()
-        }
+        specs = dict(super().get_kv_cache_spec())
+        for name, spec in specs.items():
+            if type(spec) is FullAttentionSpec:
+                specs[name] = GateSightAttentionSpec.of(spec, name)
+            elif type(spec) is MambaSpec:
+                specs[name] = GateSightStateSpec.of(spec)
+        return specs
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
