@@ -217,7 +217,7 @@ class SessionBook:
                 meta.compactions.append(compaction)
         return meta
 
-    def finish(self, request: "Request", block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def finish(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
         self.sessions.release(request.request_id)
         self._refused.discard(request.request_id)
         dropped = self._dropped.pop(request.request_id, None)
@@ -226,7 +226,6 @@ class SessionBook:
             if parent.seen < parent.session.tokens or request.status == RequestStatus.FINISHED_ABORTED:
                 del self._parents[request.request_id]
                 self._meta.forgotten.append(request.request_id)
-                self._meta.evicted += [(i, block_ids[i][0], 0) for i in self.layers if block_ids[i]]
             else:
                 # Its blocks go back to the pool when this returns: held until the worker says which ones are kept.
                 parent.blocks = [list(manager.req_to_blocks[request.request_id]) for manager in self.managers()]
@@ -245,9 +244,10 @@ class SessionBook:
     def take_outcomes(self, outcomes: Outcomes) -> None:
         """Make sessions of the parents that the worker has compacted, and note why others could not be."""
         for request_id, outcome in outcomes.of.items():
-            parent = self._parents.pop(request_id, None)
+            parent = self._parents.get(request_id)
             if parent is None or parent.blocks is None:
-                continue  # aborted in this very step; its first blocks are told to be nobody's by the manager
+                continue  # aborted in this very step, or preempted, in which case it runs again
+            del self._parents[request_id]
             if outcome.error is not None:
                 for blocks in parent.blocks:
                     self._manager.block_pool.free_blocks(reversed(blocks))

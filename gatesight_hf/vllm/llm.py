@@ -222,8 +222,6 @@ def engine_options(estimator: str | Path | Mapping[str, str | Path], **config: A
     options.check_scorer(list(estimators))
     return {
         "worker_cls": f"{GateSightWorker.__module__}.{GateSightWorker.__name__}",
-        "enforce_eager": True,
-        "async_scheduling": False,
         "kv_transfer_config": KVTransferConfig(
             kv_connector=GateSightConnector.__name__,
             kv_connector_module_path=GateSightConnector.__module__,

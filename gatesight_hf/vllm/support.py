@@ -51,12 +51,7 @@ def check_engine(config: Any) -> None:
     obstacles = []
     if not vllm_is_supported():
         obstacles.append(f"vLLM {vllm_version()} (install vllm{SUPPORTED})")
-    parallel, cache, scheduler, model = (
-        config.parallel_config,
-        config.cache_config,
-        config.scheduler_config,
-        config.model_config,
-    )
+    parallel, cache = config.parallel_config, config.cache_config
     if config.device_config.device_type != "cpu":
         obstacles.append(f"device {config.device_config.device_type!r} (only CPU engines have been run)")
     if config.speculative_config is not None:
@@ -68,9 +63,5 @@ def check_engine(config: Any) -> None:
         obstacles.append("decode context parallelism")
     if cache.cache_dtype not in ("auto", "bfloat16"):
         obstacles.append(f"a quantised KV cache (cache_dtype={cache.cache_dtype!r})")
-    if scheduler.async_scheduling:
-        obstacles.append("async scheduling (async_scheduling=False: a further step would move the parent's GDN states)")
-    if not model.enforce_eager:
-        obstacles.append("compiled models (enforce_eager=True: hooks are not called from graphs)")
     if obstacles:
         raise UnsupportedVLLMError(f"GateSight has not been run with: {'; '.join(obstacles)}.")

@@ -21,6 +21,7 @@ from .messages import METHODS, Compaction, Outcome, StepMetadata
 from .paged import GateSightAttentionSpec, GateSightStateSpec
 from .pages import Pages, check_layout
 from .recording import Recorded, Recorder
+from .support import check_engine
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -40,10 +41,21 @@ class GateSightWorker(CPUWorker):
                 specs[name] = GateSightStateSpec.of(spec)
         return specs
 
+    def load_model(self, **kwargs: Any) -> None:
+        check_engine(self.vllm_config)
+        more = self.vllm_config.additional_config
+        if isinstance(more, dict):
+            # Compiled models are kept on disk by what this says, and ours has more in it than vLLM's own.
+            more["gatesight"] = "observed"
+        super().load_model(**kwargs)
+        spec = HybridSpec.from_config(self.vllm_config.model_config.hf_text_config)
+        self._recorder = Recorder(spec, order_of(self.model_runner))
+        self._recorder.attach(self.model_runner.get_model())
+
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
         connector: Any = get_kv_transfer_group()
-        connector.bind_runner(self.model_runner)
+        connector.bind_recorder(self._recorder)
 
     def execute_model(self, scheduler_output: "SchedulerOutput") -> Any:
         # Before either runner prepares inputs: Model Runner V2 calls the connector's own hooks after that.
@@ -104,7 +116,7 @@ class CompactingWorker:
         #: Of the steps with each parent so far.
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._begun = 0.0
-        self._recorder: Recorder | None = None
+        self.recorder: Recorder | None = None
 
     def register(self, caches: dict[str, Tensor]) -> None:
         self._caches = caches
@@ -112,20 +124,16 @@ class CompactingWorker:
             check_layout(caches[name])
             self._evicted[name] = torch.zeros(len(caches[name]), dtype=torch.int64)
 
-    def bind(self, runner: Any) -> None:
-        self._recorder = Recorder(self._spec, order_of(runner))
-        self._recorder.attach(runner.get_model())
-
     def begin(self, step: StepMetadata) -> None:
         """Before the metadata of a step are built."""
         self._begun = time.perf_counter()
         for group, block, evicted in step.evicted:
             self._evicted[self._layers[group]][block] = evicted
-        assert self._recorder is not None
+        assert self.recorder is not None
         for request_id in step.forgotten:
-            self._recorder.of.pop(request_id, None)
+            self.recorder.of.pop(request_id, None)
             self._seconds.pop(request_id, None)
-        self._recorder.begin(step.parents, step.scheduled)
+        self.recorder.begin(step.parents, step.scheduled)
 
     def copy(self, layers: Iterable[str], source: int, target: int) -> None:
         """A block of all layers of a group."""
@@ -134,21 +142,19 @@ class CompactingWorker:
 
     def end(self, step: StepMetadata) -> None:
         """After the forward of a step."""
-        assert self._recorder is not None
-        self._recorder.end()
+        assert self.recorder is not None
+        self.recorder.end()
         passed = time.perf_counter() - self._begun
         for request_id in step.parents:
             self._seconds[request_id] += passed
         for compaction in step.compactions:
-            recorded, seconds = self._recorder.of.pop(compaction.request_id), self._seconds.pop(compaction.request_id)
+            recorded, seconds = self.recorder.of.pop(compaction.request_id), self._seconds.pop(compaction.request_id)
             try:
                 outcome = self._compact(compaction, recorded, seconds)
             except Exception as error:
                 # One context fails, for example with scores that are not finite; the engine serves all others.
                 logger.exception("GateSight: request %s could not be compacted", compaction.request_id)
                 outcome = Outcome(error=f"its context could not be compacted: {error}")
-                for group, blocks in compaction.blocks.items():
-                    self._evicted[self._layers[group]][blocks[0]] = 0
             self._outcomes[compaction.request_id] = outcome
 
     def take_outcomes(self) -> dict[str, Outcome]:
@@ -176,7 +182,6 @@ class CompactingWorker:
                 if layer.indices is not None:
                     Pages(self._caches[self._layers[group]]).compact(blocks[group], layer.indices[0])
                     kept[group] = layer.indices.shape[2]
-                self._evicted[self._layers[group]][blocks[group][0]] = tokens - kept[group]
         return Outcome(
             kept,
             [kept[group] for group in self._groups],
