@@ -48,10 +48,16 @@ class SessionBook:
         kv_cache_config: Of the engine.
         estimators: Names of the scorers.
         given: Of the connector's configuration: `max_sessions`, and defaults of `OpenOptions`.
+        workers: That share the model's heads; each has a block of a number.
     """
 
     def __init__(
-        self, spec: HybridSpec, kv_cache_config: "KVCacheConfig", estimators: list[str], given: dict[str, Any]
+        self,
+        spec: HybridSpec,
+        kv_cache_config: "KVCacheConfig",
+        estimators: list[str],
+        given: dict[str, Any],
+        workers: int,
     ) -> None:
         given = dict(given)
         self._spec, self._estimators = spec, estimators
@@ -66,8 +72,8 @@ class SessionBook:
             if isinstance(group.kv_cache_spec, GateSightAttentionSpec)
         }
         self.block_size = min(groups[i].kv_cache_spec.block_size for i in self.layers)
-        #: Bytes of a block in each group.
-        self._block_bytes = [group.kv_cache_spec.page_size_bytes * len(group.layer_names) for group in groups]
+        #: Bytes of a block in each group, those of all workers.
+        self._block_bytes = [workers * group.kv_cache_spec.page_size_bytes * len(group.layer_names) for group in groups]
         self._meta = StepMetadata()
         self._parents: dict[str, _Parent] = {}
         self._refused: set[str] = set()

@@ -46,7 +46,8 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
         spec = HybridSpec.from_config(vllm_config.model_config.hf_text_config)
         if spec.indexed:
             raise UnsupportedVLLMError("GateSight has not been run with: sparse attention, whose index has pages too.")
-        self.book = SessionBook(spec, kv_cache_config, list(estimators), given)
+        workers = vllm_config.parallel_config.tensor_parallel_size
+        self.book = SessionBook(spec, kv_cache_config, list(estimators), given, workers)
         #: Per layer name, evicted entries of the rows that begin with a block, `[blocks]`, int64.
         self.evicted: dict[str, Tensor] = {}
         if role == KVConnectorRole.WORKER:

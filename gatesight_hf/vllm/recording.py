@@ -167,6 +167,9 @@ class Recorder:
             b, a = (part.flatten(1) for part in ba.unflatten(-1, (heads, 2, -1)).unbind(-2))
         else:
             b, a = ba.chunk(2, dim=-1)
+        own = layer.num_v_heads // layer.tp_size
+        if b.shape[-1] > own:  # where workers share heads, quantised projections may be whole in each
+            b, a = (part.narrow(-1, layer.tp_rank * own, own) for part in (b, a))
         self._gates[gdn] = []
         for one in self.rows:
             rows = slice(one.start, one.stop)

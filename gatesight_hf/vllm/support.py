@@ -56,11 +56,11 @@ def check_engine(config: Any) -> None:
         obstacles.append(f"device {config.device_config.device_type!r} (only CPU engines have been run)")
     if config.speculative_config is not None:
         obstacles.append("speculative decoding (GDN states of children cannot be rolled back)")
-    for name in ("pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"):
+    for name in ("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name) != 1:
             obstacles.append(f"{name}={getattr(parallel, name)}")
-    if getattr(parallel, "decode_context_parallel_size", 1) != 1:
-        obstacles.append("decode context parallelism")
+    if parallel.enable_expert_parallel:
+        obstacles.append("expert parallelism (enable_expert_parallel=False)")
     if cache.cache_dtype not in ("auto", "bfloat16"):
         obstacles.append(f"a quantised KV cache (cache_dtype={cache.cache_dtype!r})")
     if obstacles:

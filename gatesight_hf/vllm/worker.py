@@ -20,6 +20,7 @@ from ..scoring.interface import Prefill, Scorer, Scores, checked_scores
 from .messages import METHODS, Compaction, Outcome, StepMetadata
 from .paged import GateSightAttentionSpec, GateSightStateSpec
 from .pages import Pages, check_layout
+from .ranks import Ranks
 from .recording import Recorded, Recorder
 from .support import check_engine
 
@@ -167,10 +168,11 @@ class CompactingWorker:
         assert recorded.tokens == tokens, f"{recorded.tokens} of {tokens} tokens were recorded"
         begun = time.perf_counter()
         blocks = {group: torch.tensor(of_group) for group, of_group in compaction.blocks.items()}
-        gates = [[total / tokens for total in recorded.gate_sums]]
+        ranks = Ranks.here()
+        gates = [ranks.mean([total / tokens for total in recorded.gate_sums])]
         options = asked.compaction(compaction.block_size)
         scorer: Scorer = Scores([])
-        prefill = self._prefill(recorded, blocks, with_entries=asked.scorer in METHODS and not asked.empty)
+        prefill = self._prefill(recorded, blocks, ranks, with_entries=asked.scorer in METHODS and not asked.empty)
         with torch.no_grad():
             if options.kept_fraction < 1 and not asked.empty:
                 scorer = Scores(checked_scores(self._scorer(compaction), prefill))
@@ -180,7 +182,8 @@ class CompactingWorker:
         if plan is not None:
             for group, layer in zip(self._groups, plan.layers, strict=True):
                 if layer.indices is not None:
-                    Pages(self._caches[self._layers[group]]).compact(blocks[group], layer.indices[0])
+                    pages = Pages(self._caches[self._layers[group]])
+                    pages.compact(blocks[group], ranks.own_kv(layer.indices[0]))
                     kept[group] = layer.indices.shape[2]
         return Outcome(
             kept,
@@ -198,13 +201,13 @@ class CompactingWorker:
         scorer.check(self._spec)
         return scorer
 
-    def _prefill(self, recorded: Recorded, blocks: dict[int, Tensor], with_entries: bool) -> Prefill:
-        """What was recorded; entries are read out of the pages only for methods that look at them."""
-        signals = [torch.cat(chunks).unsqueeze(0) for chunks in recorded.signals]
+    def _prefill(self, recorded: Recorded, blocks: dict[int, Tensor], ranks: Ranks, with_entries: bool) -> Prefill:
+        """What was recorded by all workers; entries are read out of the pages only for methods that look at them."""
+        signals = [ranks.gathered(torch.cat(chunks), dim=-1).unsqueeze(0) for chunks in recorded.signals]
         tokens, heads = recorded.tokens, self._spec.num_key_value_heads
         keys = values = [torch.empty(1, heads, tokens, 0) for _ in self._groups]
         if with_entries:
-            slots = torch.arange(tokens).expand(heads, -1)
-            entries = [Pages(self._caches[self._layers[group]]).read(blocks[group], slots) for group in self._groups]
-            keys, values = ([pair[i].unsqueeze(0) for pair in entries] for i in range(2))
+            layers = [(Pages(self._caches[self._layers[group]]), blocks[group]) for group in self._groups]
+            entries = [pages.read(held, torch.arange(tokens).expand(pages.heads, -1)) for pages, held in layers]
+            keys, values = ([ranks.gathered_kv(pair[i].unsqueeze(0), heads) for pair in entries] for i in range(2))
         return Prefill(self._spec, [tokens], signals, keys, values)

@@ -33,7 +33,7 @@ from gatesight_eval.reports.store import RunFolder, read_lines
 from gatesight_eval.run import evaluate
 from gatesight_eval.suites import toy
 from gatesight_eval.suites.prompting import Prompter
-from gatesight_hf import Estimator, GateSightCache, reference
+from gatesight_hf import Estimator, reference
 from gatesight_hf.methods import KeyDiff
 from gatesight_hf.reference import documents
 from gatesight_hf.scoring import Scores
@@ -44,7 +44,8 @@ from gatesight_hf.vllm.paged import GateSightAttentionManager
 from gatesight_hf.vllm.pages import Pages
 from gatesight_hf.vllm.support import UnsupportedVLLMError, check_engine
 
-from ..helpers.models import EXPERTS, FAMILIES, SHARED, random_estimator
+from ..helpers.models import random_estimator
+from ..helpers.vllm_runs import CONTEXT, GREEDY, SIZES, against, answer, free_blocks, ids, prefilled, scheduler, tiny
 
 #: One engine a process: `make test-vllm` runs three families with random weights, and the bundled model.
 FAMILY = os.environ.get("GATESIGHT_TEST_FAMILY", "reference")
@@ -62,30 +63,10 @@ MODES: dict[str, dict[str, Any]] = {
 MODE = os.environ.get("GATESIGHT_TEST_MODE", "default")
 CACHING = MODES[MODE].get("enable_prefix_caching", True)
 
-#: Tokens of a context, of a step, and of a cache block.
-CONTEXT, STEP = 1024, 512
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1, detokenize=False)
-
-
-def tiny() -> Any:
-    """Head sizes that vLLM's CPU kernels know: 64; in bf16."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 320, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8}
-    attention = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 8192}
-    linear = {f"linear_num_{kind}_heads": n for kind, n in (("key", 2), ("value", 4))}
-    linear |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4}
-    model_class, config_class = FAMILIES[FAMILY]
-    sizes |= {} if FAMILY == "qwen3_5" else {**EXPERTS, **SHARED}
-    model = model_class(config_class(**sizes, **attention, **linear, tie_word_embeddings=False))
-    for parameter in model.parameters():
-        if parameter.ndim == 2:
-            parameter.data.mul_(4)  # unlike tokens, so that what is evicted matters
-    return model.bfloat16().eval().requires_grad_(False)
-
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return reference.load_model(dtype=torch.bfloat16) if BUNDLED else tiny()
+    return reference.load_model(dtype=torch.bfloat16) if BUNDLED else tiny(FAMILY)
 
 
 @pytest.fixture(scope="module")
@@ -100,22 +81,8 @@ def engine(model: Any, estimator: Estimator, tmp_path_factory: pytest.TempPathFa
     if BUNDLED:
         reference.load_tokenizer().save_pretrained(folder / "model")
     estimator.save_pretrained(folder / "estimator")
-    # So few blocks that sessions make room and children are preempted.
-    sizes = {"max_model_len": 2048, "max_num_seqs": 8, "max_num_batched_tokens": STEP, "num_gpu_blocks_override": 48}
-    options = {"dtype": "bfloat16", "skip_tokenizer_init": not BUNDLED, **sizes, **MODES[MODE]}
+    options = {"dtype": "bfloat16", "skip_tokenizer_init": not BUNDLED, **SIZES, **MODES[MODE]}
     return gatesight_vllm.GateSightLLM(folder / "model", folder / "estimator", **options)
-
-
-def scheduler(engine: Any) -> Any:
-    return engine.llm.llm_engine.engine_core.engine_core.scheduler
-
-
-def free_blocks(engine: Any) -> int:
-    return scheduler(engine).kv_cache_manager.block_pool.get_num_free_blocks()
-
-
-def ids(length: int, seed: int) -> list[int]:
-    return torch.randint(2, 320, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def text_ids() -> tuple[list[int], list[list[int]]]:
@@ -125,33 +92,6 @@ def text_ids() -> tuple[list[int], list[list[int]]]:
 
 
 CONTEXT_IDS, QUESTIONS = text_ids() if BUNDLED else (ids(CONTEXT, 0), [ids(5, 1), ids(17, 2), ids(40, 3)])
-
-
-def answer(output: Any) -> tuple[list[int], list[float]]:
-    """Tokens and their log-probabilities."""
-    tokens = list(output.outputs[0].token_ids)
-    pairs = zip(tokens, output.outputs[0].logprobs, strict=True)
-    return tokens, [found[token].logprob for token, found in pairs]
-
-
-def teacher_forced(model: Any, cache: Any, question: list[int], tokens: list[int]) -> Tensor:
-    """Log-probabilities `[n]` that transformers gives an answer, after the context that `cache` holds."""
-    new = torch.tensor([question + tokens[:-1]])
-    logits = model(new, past_key_values=cache).logits[0, len(question) - 1 :].float().log_softmax(-1)
-    return logits[torch.arange(len(tokens)), torch.tensor(tokens)]
-
-
-def against(model: Any, cache: GateSightCache, output: Any, question: list[int]) -> Tensor:
-    """|Δ log-probability| `[n]` of vLLM's answer in transformers."""
-    tokens, logprobs = answer(output)
-    return (teacher_forced(model, cache.fork(), question, tokens) - torch.tensor(logprobs)).abs()
-
-
-def prefilled(model: Any, scorer: Any, kept_fraction: float, **options: Any) -> GateSightCache:
-    cache = GateSightCache(scorer, model, kept_fraction, **options)
-    for start in range(0, CONTEXT, STEP):
-        model(torch.tensor([CONTEXT_IDS[start : start + STEP]]), past_key_values=cache)
-    return cache
 
 
 def test_the_runner_is_the_one_that_was_asked_for(engine):
@@ -265,7 +205,7 @@ def test_what_stays_and_what_is_answered_are_those_of_transformers(engine, model
     kept_fraction, protected = options["kept_fraction"], options.get("protected_prefix", 0)
     block = scheduler(engine).connector.book.block_size if options.get("whole_blocks", True) else 1
     of_cache = {"block_size": block, "protected_prefix": protected}
-    own = prefilled(model, estimator, kept_fraction, **of_cache)
+    own = prefilled(model, CONTEXT_IDS, estimator, kept_fraction, **of_cache)
     assert session.gate_means == pytest.approx(own.report().gate_means[0], rel=1e-2)
     scores = own.score().of
     own.compact()
@@ -283,9 +223,9 @@ def test_what_stays_and_what_is_answered_are_those_of_transformers(engine, model
     assert differ <= 0.01 * len(positions) * len(positions[0]) * CONTEXT
 
     same_sets = [torch.zeros(1, 2, CONTEXT).scatter_(2, of_layer.unsqueeze(0), 1.0) for of_layer in positions]
-    same = prefilled(model, Scores(same_sets), kept_fraction, **of_cache)
+    same = prefilled(model, CONTEXT_IDS, Scores(same_sets), kept_fraction, **of_cache)
     same.compact()
-    whole = prefilled(model, Scores(same_sets), 1.0)
+    whole = prefilled(model, CONTEXT_IDS, Scores(same_sets), 1.0)
     whole.compact()
     asked = list(zip(engine.ask(session, QUESTIONS, GREEDY), QUESTIONS, strict=True))
     engine.drop(session)
@@ -306,7 +246,7 @@ def test_methods_that_read_entries_find_them_in_the_pages(engine, model, monkeyp
     plain = worker.checked_scores
     monkeypatch.setattr(worker, "checked_scores", lambda *args: rated.extend(plain(*args)) or rated)
     session = engine.open(CONTEXT_IDS, scorer="keydiff", kept_fraction=0.25, whole_blocks=False)
-    theirs = prefilled(model, KeyDiff(), 0.25).score()
+    theirs = prefilled(model, CONTEXT_IDS, KeyDiff(), 0.25).score()
     for ours, of_layer in zip(rated, theirs.of, strict=True):
         torch.testing.assert_close(ours, of_layer, rtol=0, atol=0.05)
     engine.drop(session)
