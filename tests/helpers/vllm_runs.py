@@ -42,6 +42,19 @@ def free_blocks(engine: Any) -> int:
     return scheduler(engine).kv_cache_manager.block_pool.get_num_free_blocks()
 
 
+def ordinary(engine: Any, context: list[int], questions: list[list[int]]) -> list[Any]:
+    """Outputs of requests one by one, whose context ran as a session's does.
+
+    That matters bit by bit. With prefix caching a prompt has a step that ends with its last whole block but one token,
+    so that here the context runs as a prompt of its own, and then stands in the cache.
+    """
+    engine.llm.reset_prefix_cache()
+    once = SamplingParams(temperature=0, max_tokens=1)
+    prompts = [{"prompt_token_ids": context + question} for question in questions]
+    engine.llm.generate([{"prompt_token_ids": context}], once, use_tqdm=False)
+    return [engine.llm.generate([prompt], GREEDY, use_tqdm=False)[0] for prompt in prompts]
+
+
 def ids(length: int, seed: int) -> list[int]:
     return torch.randint(2, 320, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 

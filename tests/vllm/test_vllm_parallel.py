@@ -19,7 +19,7 @@ from gatesight_hf.scoring import Scores
 from gatesight_hf.vllm import GateSightLLM
 
 from ..helpers.models import random_estimator
-from ..helpers.vllm_runs import CONTEXT, GREEDY, SIZES, against, answer, free_blocks, ids, prefilled, tiny
+from ..helpers.vllm_runs import CONTEXT, GREEDY, SIZES, against, answer, free_blocks, ids, ordinary, prefilled, tiny
 
 CONTEXT_IDS, QUESTIONS = ids(CONTEXT, 0), [ids(5, 1), ids(17, 2), ids(40, 3)]
 #: With one KV head each worker has a copy of it.
@@ -87,10 +87,9 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def test_children_of_a_parent_that_keeps_all_are_ordinary_runs(run):
     engine, before = run.engine, free_blocks(run.engine)
+    expected = [answer(output) for output in ordinary(engine, CONTEXT_IDS, QUESTIONS)]
     session = engine.open(CONTEXT_IDS, kept_fraction=1.0)
-    children = [answer(engine.ask(session, [question], GREEDY)[0]) for question in QUESTIONS]
-    prompts = [{"prompt_token_ids": CONTEXT_IDS + question} for question in QUESTIONS]
-    assert children == [answer(engine.llm.generate([one], GREEDY, use_tqdm=False)[0]) for one in prompts]
+    assert [answer(engine.ask(session, [question], GREEDY)[0]) for question in QUESTIONS] == expected
     engine.drop(session)
     assert free_blocks(engine) == before
 
@@ -122,8 +121,8 @@ def test_what_stays_and_what_is_answered_are_those_of_transformers(run, name):
     asked = list(zip(engine.ask(session, QUESTIONS, GREEDY), QUESTIONS, strict=True))
     engine.drop(session)
     prompts = [{"prompt_token_ids": CONTEXT_IDS + question} for question in QUESTIONS]
-    ordinary = list(zip(engine.llm.generate(prompts, GREEDY, use_tqdm=False), QUESTIONS, strict=True))
-    noise = torch.cat([against(model, whole, output, question) for output, question in ordinary]).mean()
+    plain = list(zip(engine.llm.generate(prompts, GREEDY, use_tqdm=False), QUESTIONS, strict=True))
+    noise = torch.cat([against(model, whole, output, question) for output, question in plain]).mean()
     errors = torch.cat([against(model, same, output, question) for output, question in asked]).mean()
     uncompacted = torch.cat([against(model, whole, output, question) for output, question in asked]).mean()
     bound = max(2 * noise, 0.01)
