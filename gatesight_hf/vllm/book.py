@@ -12,7 +12,7 @@ from vllm.v1.request import RequestStatus
 from ..models.hybrid import HybridSpec
 from .messages import ASK, DROP, OPEN, REPORT, Asked, Compaction, OpenOptions, Outcome, Outcomes, StepMetadata, digest
 from .metrics import SessionStats
-from .paged import GateSightAttentionManager, GateSightAttentionSpec, Inherited, without_hashes
+from .paged import GateSightAttentionManager, GateSightAttentionSpec, Inherited, blocks_to_run, without_hashes
 from .sessions import Session, Sessions
 
 if TYPE_CHECKING:
@@ -171,18 +171,8 @@ class SessionBook:
 
     def _make_room(self, request: "Request", inherited: int = 0) -> None:
         """Drop idle sessions until the prompt fits, so many tokens of which a child inherits."""
-        pool, coordinator, tokens = self._manager.block_pool, self._manager.coordinator, request.num_tokens
-        if not inherited and sum(cdiv(tokens, one.block_size) for one in self.managers()) <= pool.get_num_free_blocks():
-            return
-        found: tuple[list[KVCacheBlock], ...] = tuple([] for _ in self.managers())
-        cached = 0
-        if self._manager.prefix_cache_lookup_enabled(request):
-            found, cached, _ = coordinator.find_longest_cache_hit(request.block_hashes, tokens - 1)
-        computed = cached + inherited
-        needed = coordinator.get_num_blocks_to_allocate(
-            request.request_id, tokens, found, 0, computed, cached, tokens, apply_admission_cap=True
-        )
-        if needed < pool.num_gpu_blocks:  # beyond it says that a block is filled in this very step: later
+        needed = blocks_to_run(self._manager, request, inherited)
+        if needed < self._manager.block_pool.num_gpu_blocks:  # or else it waits for a block that is being filled
             self.sessions.make_room(needed, request.request_id)
 
     def free_idle(self) -> bool:

@@ -25,12 +25,37 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
 
 def without_hashes(request: "Request") -> None:
     """Make a request as one is without prefix caching: no block is found for it, or afterwards by others."""
     request.block_hashes, request._block_hasher = [], None
+
+
+def blocks_to_run(manager: "KVCacheManager", request: "Request", inherited: int = 0) -> int:
+    """Blocks that must be free so that a waiting request may run, as vLLM counts them; at least as many as that.
+
+    More than there are, where blocks that it would find are being filled in this very step.
+
+    Args:
+        inherited: Tokens that a child does not run; its managers know what it inherits.
+    """
+    coordinator, tokens = manager.coordinator, request.num_tokens
+    managers = coordinator.single_type_managers
+    most = sum(cdiv(tokens, one.block_size) for one in managers)
+    if not inherited and most <= manager.block_pool.get_num_free_blocks():
+        return most  # nothing need be looked up
+    found: tuple[list[KVCacheBlock], ...] = tuple([] for _ in managers)
+    cached = 0
+    if manager.prefix_cache_lookup_enabled(request):
+        found, cached, _ = coordinator.find_longest_cache_hit(request.block_hashes, tokens - 1)
+    computed = cached + inherited
+    needed: int = coordinator.get_num_blocks_to_allocate(
+        request.request_id, tokens, found, 0, computed, cached, tokens, apply_admission_cap=True
+    )
+    return needed
 
 
 @dataclass(frozen=True, kw_only=True)
