@@ -559,7 +559,7 @@ def test_blocks_come_back_after_any_order_of_events(engine, seed):
     ("part", "option", "value", "message"),
     [
         ("cache_config", "cache_dtype", "fp8", "quantised KV cache"),
-        ("parallel_config", "tensor_parallel_size", 2, "tensor_parallel_size=2"),
+        ("parallel_config", "enable_expert_parallel", True, "expert parallelism"),
         ("parallel_config", "pipeline_parallel_size", 2, "pipeline_parallel_size=2"),
         ("device_config", "device_type", "cuda", "device 'cuda'"),
     ],
