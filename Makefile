@@ -78,11 +78,11 @@ test-vllm: $(VLLM)/.stamp  ## the tests of the vLLM plugin
 	@GATESIGHT_TEST_FAMILY=reference GATESIGHT_TEST_MODE=default $(VLLM_TEST) tests/vllm/test_vllm.py
 	@GATESIGHT_TEST_FAMILY=qwen3_5 GATESIGHT_TEST_MODE=plain $(VLLM_TEST) tests/vllm/test_vllm.py
 	@for family in qwen3_5_moe qwen3_next; do \
-		GATESIGHT_TEST_FAMILY=$$family GATESIGHT_TEST_MODE=caching $(VLLM_TEST) tests/vllm/test_vllm.py -k "ordinary or 0.5" \
+		GATESIGHT_TEST_FAMILY=$$family GATESIGHT_TEST_MODE=caching $(VLLM_TEST) tests/vllm/test_vllm.py -k "runs or 0.5" \
 			|| exit 1; \
 	done
-	@GATESIGHT_TEST_MODE=async $(VLLM_TEST) tests/vllm/test_vllm.py -k "asked_for or ordinary or order"
-	@GATESIGHT_TEST_MODE=plain GATESIGHT_TEST_RUNNER=v2 $(VLLM_TEST) tests/vllm/test_vllm.py -k "asked_for or ordinary"
+	@GATESIGHT_TEST_MODE=async $(VLLM_TEST) tests/vllm/test_vllm.py -k "asked_for or ordinary"
+	@GATESIGHT_TEST_MODE=plain GATESIGHT_TEST_RUNNER=v2 $(VLLM_TEST) tests/vllm/test_vllm.py -k "asked_for or runs"
 	@$(VLLM_TEST) tests/vllm/test_vllm_parallel.py -k qwen3_5
 	@$(VLLM_TEST) tests/vllm/test_vllm_chats.py
 	@$(VLLM)/bin/python -m pytest tests/vllm/test_vllm_server.py
