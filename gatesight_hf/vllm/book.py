@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.request import RequestStatus
 
 from ..models.hybrid import HybridSpec
 from .messages import Compaction, Outcome, Outcomes, StepMetadata, digest
 from .metrics import SessionStats
 from .options import ASK, DROP, OPEN, REPORT, Asked, Limits, OpenOptions
-from .paged import GateSightAttentionManager, GateSightAttentionSpec, Inherited
+from .paged import GateSightAttentionManager, GateSightAttentionSpec, Inherited, blocks_to_run, without_hashes
 from .sessions import Session, Sessions
 
 if TYPE_CHECKING:
@@ -51,10 +50,16 @@ class SessionBook:
         kv_cache_config: Of the engine.
         estimators: Names of the scorers.
         given: Of the connector's configuration: `Limits`, and defaults of `OpenOptions`.
+        workers: That share the model's heads; each has a block of a number.
     """
 
     def __init__(
-        self, spec: HybridSpec, kv_cache_config: "KVCacheConfig", estimators: list[str], given: dict[str, Any]
+        self,
+        spec: HybridSpec,
+        kv_cache_config: "KVCacheConfig",
+        estimators: list[str],
+        given: dict[str, Any],
+        workers: int,
     ) -> None:
         given = dict(given)
         self._spec, self._estimators = spec, estimators
@@ -69,8 +74,8 @@ class SessionBook:
             if isinstance(group.kv_cache_spec, GateSightAttentionSpec)
         }
         self.block_size = min(groups[i].kv_cache_spec.block_size for i in self.layers)
-        #: Bytes of a block in each group.
-        self._block_bytes = [group.kv_cache_spec.page_size_bytes * len(group.layer_names) for group in groups]
+        #: Bytes of a block in each group, those of all workers.
+        self._block_bytes = [workers * group.kv_cache_spec.page_size_bytes * len(group.layer_names) for group in groups]
         self._meta = StepMetadata()
         self._parents: dict[str, _Parent] = {}
         self._refused: set[str] = set()
@@ -98,6 +103,7 @@ class SessionBook:
         if asked.kind is not None:
             # Set for prompt log-probabilities: vLLM would then ignore what a child inherits, and that it is refused.
             request.skip_reading_prefix_cache = False
+            without_hashes(request)
         if asked.kind == OPEN:
             self._open(request, asked)
         elif asked.kind == DROP:
@@ -131,9 +137,10 @@ class SessionBook:
             return 0, False
         session = None if request_id in self._refused else self._child_of(request, asked)
         if session is not None:
-            for i, manager in self._attention_managers():
-                manager.inherit(request_id, session.attention[i])
-            self._make_room(request)
+            inherited = {**session.attention, **session.states}
+            for i, manager in enumerate(self.managers()):
+                manager.inherit(request_id, inherited[i])
+            self._make_room(request, session.tokens)
             if request_id not in session.users:
                 self._note(asked, FULL, "no blocks are left for a child beside it")
                 session = None
@@ -141,7 +148,7 @@ class SessionBook:
             # A load that fails is the one way in which a connector can refuse a request. It needs blocks like others:
             # where idle sessions had them all, it would wait, and all requests behind it.
             self._refused.add(request_id)
-            for _, manager in self._attention_managers():
+            for manager in self.managers():
                 manager.disinherit(request_id)
             self._make_room(request)
             return 1, True
@@ -168,16 +175,11 @@ class SessionBook:
             self._refusals.popitem(last=False)
         self.sessions.stats.add(refusals=1)
 
-    def _make_room(self, request: "Request") -> None:
-        """Drop idle sessions until the prompt fits."""
-        needed = 0
-        for manager in self.managers():
-            is_child = isinstance(manager, GateSightAttentionManager) and manager.is_child(request.request_id)
-            if is_child:
-                needed += manager.get_num_blocks_to_allocate(request.request_id, request.num_tokens)
-            else:
-                needed += cdiv(request.num_tokens, manager.block_size)
-        self.sessions.make_room(needed, request.request_id)
+    def _make_room(self, request: "Request", inherited: int = 0) -> None:
+        """Drop idle sessions until the prompt fits, so many tokens of which a child inherits."""
+        needed = blocks_to_run(self._manager, request, inherited)
+        if needed < self._manager.block_pool.num_gpu_blocks:  # or else it waits for a block that is being filled
+            self.sessions.make_room(needed, request.request_id)
 
     def free_idle(self) -> bool:
         """Called where a running request finds no block: an idle session goes before anything is preempted."""
@@ -193,19 +195,16 @@ class SessionBook:
         if session is None or not num_external_tokens:
             return
         self.sessions.stats.add(children=1)
-        for i, manager in enumerate(self.managers()):
-            held = manager.req_to_blocks[request.request_id]
-            if isinstance(manager, MambaManager):
-                self._meta.copies.append((i, session.states[i].block_id, held[0].block_id))
-            else:
-                self._meta.evicted.append((i, held[0].block_id, session.attention[i].evicted))
+        for i, manager in self._attention_managers():
+            first = manager.req_to_blocks[request.request_id][0]
+            self._meta.evicted.append((i, first.block_id, session.attention[i].evicted))
 
     def take_step(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
         meta, self._meta = self._meta, StepMetadata()
         stale = [(i, block, 0) for i, manager in self._attention_managers() for block in manager.take_stale()]
         stale += [(i, block, 0) for i, block in self.sessions.take_stale()]
         meta.evicted = [*stale, *meta.evicted]
-        meta.copies += [(i, *copy) for i, manager in self._attention_managers() for copy in manager.take_copies()]
+        meta.copies = [(i, *copy) for i, manager in enumerate(self.managers()) for copy in manager.take_copies()]
         meta.scheduled = dict(scheduler_output.num_scheduled_tokens)
         for request_id, tokens in meta.scheduled.items():
             parent = self._parents.get(request_id)
@@ -220,7 +219,7 @@ class SessionBook:
                 meta.compactions.append(compaction)
         return meta
 
-    def finish(self, request: "Request", block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def finish(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
         self.sessions.release(request.request_id)
         self._refused.discard(request.request_id)
         dropped = self._dropped.pop(request.request_id, None)
@@ -229,7 +228,6 @@ class SessionBook:
             if parent.seen < parent.session.tokens or request.status == RequestStatus.FINISHED_ABORTED:
                 del self._parents[request.request_id]
                 self._meta.forgotten.append(request.request_id)
-                self._meta.evicted += [(i, block_ids[i][0], 0) for i in self.layers if block_ids[i]]
             else:
                 # Its blocks go back to the pool when this returns: held until the worker says which ones are kept.
                 parent.blocks = [list(manager.req_to_blocks[request.request_id]) for manager in self.managers()]
@@ -252,9 +250,10 @@ class SessionBook:
     def take_outcomes(self, outcomes: Outcomes) -> None:
         """Make sessions of the parents that the worker has compacted, and note why others could not be."""
         for request_id, outcome in outcomes.of.items():
-            parent = self._parents.pop(request_id, None)
+            parent = self._parents.get(request_id)
             if parent is None or parent.blocks is None:
-                continue  # aborted in this very step; its first blocks are told to be nobody's by the manager
+                continue  # aborted in this very step, or preempted, in which case it runs again
+            del self._parents[request_id]
             if outcome.error is not None:
                 for blocks in parent.blocks:
                     self._manager.block_pool.free_blocks(reversed(blocks))
@@ -271,10 +270,12 @@ class SessionBook:
             if i in outcome.kept:
                 stay = cdiv(outcome.kept[i], manager.block_size)
                 session.attention[i] = Inherited(blocks[:stay], outcome.kept[i], session.tokens - outcome.kept[i])
+                rest = blocks[stay:]
             else:
-                stay = 1
-                session.states[i] = blocks[0]
-            self._manager.block_pool.free_blocks(reversed(blocks[stay:]))
+                state = manager.state_at(session.tokens)
+                session.states[i] = Inherited(blocks[state : state + 1], session.tokens)
+                rest = blocks[:state] + blocks[state + 1 :]
+            self._manager.block_pool.free_blocks(reversed(rest))
         session.report = _report_of(session, outcome, held, self._block_bytes)
         heads, kept = self._spec.num_key_value_heads, sum(outcome.kept_per_layer)
         self.sessions.stats.add(
@@ -310,7 +311,7 @@ def _report_of(
         "kept": outcome.kept_per_layer,
         "achieved_fraction": outcome.achieved_fraction,
         "gate_means": outcome.gate_means,
-        "blocks_before": sum(len(blocks) for blocks in held),
+        "blocks_before": sum(not block.is_null for blocks in held for block in blocks),
         "blocks": len(session.blocks),
         "kv_bytes_before": sum(len(held[i]) * block_bytes[i] for i in session.attention),
         "kv_bytes": sum(len(inherited.blocks) * block_bytes[i] for i, inherited in session.attention.items()),

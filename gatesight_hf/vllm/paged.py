@@ -1,12 +1,16 @@
-"""vLLM's paged cache with layers of different lengths: cache spec, block accounting, attention metadata.
+"""vLLM's paged cache with layers of different lengths: cache specs, block accounting, attention metadata.
 
 Each attention layer is a KV-cache group of its own, so that it has its own block table and frees its own blocks. A
 child's positions stay logical; blocks, slots and lengths of its rows are physical: less by what its layer evicted.
+
+A block's hash says which tokens it holds, and of blocks that were compacted, or that children fill in physical order,
+it would not be true. So requests of sessions have no hashes (`without_hashes`): they find no block and leave none to be
+found, while ordinary requests share theirs as ever.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,9 +20,42 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionMetadata, CPUAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, MambaManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.request import Request
+
+
+def without_hashes(request: "Request") -> None:
+    """Make a request as one is without prefix caching: no block is found for it, or afterwards by others."""
+    request.block_hashes, request._block_hasher = [], None
+
+
+def blocks_to_run(manager: "KVCacheManager", request: "Request", inherited: int = 0) -> int:
+    """Blocks that must be free so that a waiting request may run, as vLLM counts them; at least as many as that.
+
+    More than there are, where blocks that it would find are being filled in this very step.
+
+    Args:
+        inherited: Tokens that a child does not run; its managers know what it inherits.
+    """
+    coordinator, tokens = manager.coordinator, request.num_tokens
+    managers = coordinator.single_type_managers
+    most = sum(cdiv(tokens, one.block_size) for one in managers)
+    if not inherited and most <= manager.block_pool.get_num_free_blocks():
+        return most  # nothing need be looked up
+    found: tuple[list[KVCacheBlock], ...] = tuple([] for _ in managers)
+    cached = 0
+    if manager.prefix_cache_lookup_enabled(request):
+        found, cached, _ = coordinator.find_longest_cache_hit(request.block_hashes, tokens - 1)
+    computed = cached + inherited
+    needed: int = coordinator.get_num_blocks_to_allocate(
+        request.request_id, tokens, found, 0, computed, cached, tokens, apply_admission_cap=True
+    )
+    return needed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,30 +80,38 @@ class GateSightAttentionSpec(FullAttentionSpec):
         return specs[0]
 
 
+@dataclass(frozen=True, kw_only=True)
+class GateSightStateSpec(MambaSpec):
+    """States of GDN layers, in groups as vLLM makes them."""
+
+    @classmethod
+    def of(cls, spec: MambaSpec) -> "GateSightStateSpec":
+        return cls(**{f.name: getattr(spec, f.name) for f in fields(spec)})
+
+
 @dataclass(frozen=True)
 class Inherited:
-    """What a child has of its parent in one attention layer.
+    """What a child has of its parent in one group of layers.
 
     Attributes:
-        blocks: Of the parent, in order; the last one is copied if it is not full.
-        kept: Entries per KV head.
+        blocks: Of the parent, in order; the last one is copied if it is not full. Of GDN layers the one with the state.
+        kept: Entries per KV head; of GDN layers the tokens that the state has seen.
         evicted: Entries per KV head that are gone: logical less physical length.
     """
 
     blocks: Sequence[KVCacheBlock]
     kept: int
-    evicted: int
+    evicted: int = 0
 
 
-class GateSightAttentionManager(FullAttentionManager):
-    """Block accounting in physical tokens for children, in vLLM's own way for everything else."""
+class _Inheriting:
+    """What managers of both kinds do for sessions; of request ids, what children inherit."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._inherited: dict[str, Inherited] = {}
-        #: Source and target block of each last block that was copied since `take_copies`.
+        #: Source and target block of each block that was copied since `take_copies`.
         self._copies: list[tuple[int, int]] = []
-        self._stale: list[int] = []
 
     def inherit(self, request_id: str, inherited: Inherited) -> None:
         """Say, before its blocks are allocated, that a request is a child."""
@@ -76,12 +121,21 @@ class GateSightAttentionManager(FullAttentionManager):
         """Say, before its blocks are allocated, that a request is no child after all."""
         self._inherited.pop(request_id, None)
 
-    def is_child(self, request_id: str) -> bool:
-        return request_id in self._inherited
-
     def take_copies(self) -> list[tuple[int, int]]:
         copies, self._copies = self._copies, []
         return copies
+
+    def cache_blocks(self, request: "Request", *args: Any, **kwargs: Any) -> None:
+        if request.block_hashes:
+            super().cache_blocks(request, *args, **kwargs)  # type: ignore[misc]
+
+
+class GateSightAttentionManager(_Inheriting, FullAttentionManager):
+    """Block accounting in physical tokens for children, in vLLM's own way for everything else."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._stale: list[int] = []
 
     def take_stale(self) -> list[int]:
         """First blocks of children that ended or were preempted since the last call, where they were their own."""
@@ -126,6 +180,34 @@ class GateSightAttentionManager(FullAttentionManager):
         return blocks
 
 
+class GateSightStateManager(_Inheriting, MambaManager):
+    """Children begin with a state of their parent; everything else is accounted for in vLLM's own way.
+
+    A block is for the state at its last token. Without prefix caching there is one block for all tokens.
+    """
+
+    def state_at(self, tokens: int) -> int:
+        """Where in a request's blocks the state after so many tokens is, while no later one has overwritten it."""
+        return int((tokens - 1) // self.block_size)
+
+    def allocate_external_computed_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
+        inherited = self._inherited.get(request_id)
+        if inherited is not None and inherited.kept % self.block_size == 0:
+            # The child's first step has a block of its own, to which the runner brings this state.
+            self.block_pool.touch(inherited.blocks)
+            self.req_to_blocks[request_id].extend(inherited.blocks)
+            return
+        super().allocate_external_computed_blocks(request_id, *args, **kwargs)
+        if inherited is not None:
+            (state,), own = inherited.blocks, self.req_to_blocks[request_id][-1]
+            self._copies.append((state.block_id, own.block_id))
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        self._inherited.pop(request_id, None)
+        blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
+        return blocks
+
+
 class GateSightMetadataBuilder(CPUAttentionMetadataBuilder):
     """Attention metadata in which rows of children have physical lengths and slots."""
 
@@ -165,10 +247,11 @@ class GateSightBackend(CPUAttentionBackend):
 
 
 def register_paged() -> None:
-    """Register spec, manager and backend; engines without GateSight layers see no difference."""
+    """Register specs, managers and backend; engines without GateSight layers see no difference."""
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{GateSightBackend.__name__}")
     # The registry fills itself only while it is empty.
     KVCacheSpecRegistry._ensure_registered()
     KVCacheSpecRegistry.register(
         GateSightAttentionSpec, GateSightAttentionManager, uniform_type_base_spec=GateSightAttentionSpec
     )
+    KVCacheSpecRegistry.register(GateSightStateSpec, GateSightStateManager, uniform_type_base_spec=MambaSpec)

@@ -1,4 +1,8 @@
-"""What parents' prefills show of themselves in vLLM: GDN signals and mean output gates, chunk by chunk, row by row."""
+"""What parents' prefills show of themselves in vLLM: GDN signals and mean output gates, chunk by chunk, row by row.
+
+Compiled models call no Python but that of custom ops. So hooks of modules, which are traced with the model, hand what
+they are given to an op of ours, and the op to the recorder.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,12 +13,48 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.utils.torch_utils import LayerNameType, _encode_layer_name, _resolve_layer_name, direct_register_custom_op
 
 from gatesight_kernels import gate_means
 
 from ..models.hybrid import HybridSpec
+
+#: Lives as long as its op.
+LIBRARY = torch.library.Library("gatesight", "FRAGMENT")
+
+
+def observe(given: Tensor, seen: Tensor, layer_name: LayerNameType) -> None:
+    """Show an observer of a layer what one of its projections gave.
+
+    Args:
+        given: `[tokens, channels]`.
+        seen: Of one element, said to be changed: otherwise a compiler would leave the call out.
+        layer_name: As in vLLM's own ops.
+    """
+    layer: Any = get_forward_context().no_compile_layers[_resolve_layer_name(layer_name)]
+    layer.gatesight_observer(given)
+
+
+def _observe_nothing(given: Tensor, seen: Tensor, layer_name: LayerNameType) -> None:
+    return None
+
+
+direct_register_custom_op("observe", observe, mutates_args=["seen"], fake_impl=_observe_nothing, target_lib=LIBRARY)
+
+
+def _hand_on(layer_name: Any, module: Any, args: Any, output: Any) -> None:
+    torch.ops.gatesight.observe(output[0], module.gatesight_seen, layer_name)
+
+
+def _observed(projection: nn.Module, layer: Any, layer_name: str, observer: Callable[[Tensor], None]) -> None:
+    """Have a projection of a layer observed."""
+    layer.gatesight_observer = observer
+    device = next(projection.parameters()).device
+    projection.register_buffer("gatesight_seen", torch.zeros(1, device=device), persistent=False)
+    projection.register_forward_hook(partial(_hand_on, _encode_layer_name(layer_name)))
 
 
 @dataclass
@@ -56,11 +96,13 @@ class Recorder:
         self._parents: list[str] = []
         self._scheduled: dict[str, int] = {}
         self._rows: list[Rows] | None = None
-        self._ba: dict[int, Tensor] = {}
-        self._values: dict[int, list[Tensor]] = {}
+        #: Of the step under way, by GDN ordinal: write gates and decays of each parent, `[n, 2, HV]`, and magnitudes of
+        #: all tokens, `[n, HV]`, of decodes first and then of prefills. Compiled models need not give them in order.
+        self._gates: dict[int, list[Tensor]] = {}
+        self._magnitudes: dict[int, list[Tensor]] = {}
 
     def attach(self, model: nn.Module) -> None:
-        """Put the hooks on.
+        """Put the hooks on, before anything is compiled.
 
         Raises:
             RuntimeError: The model has other layers than its configuration says.
@@ -75,12 +117,12 @@ class Recorder:
             )
         for i, index in enumerate(self.spec.gdn_layers):
             layer: Any = gdn[index]
-            layer.in_proj_ba.register_forward_hook(partial(self._keep_ba, i))
-            layer.register_forward_hook(partial(self._after_gdn, i))
-            # Called with the values after their convolution, for decodes first and then for prefills.
-            layer.rearrange_mixed_qkv = partial(self._keep_values, i, layer.rearrange_mixed_qkv)
+            _observed(layer.in_proj_ba, layer, layer.prefix, partial(self._keep_gates, i, layer))
+            # Called with the values after their convolution, also from within vLLM's op.
+            layer.rearrange_mixed_qkv = partial(self._keep_magnitudes, i, layer.rearrange_mixed_qkv)
         for j, index in enumerate(self.spec.attention_layers):
-            attention[index].qkv_proj.register_forward_hook(partial(self._after_qkv, j, attention[index]))
+            module = attention[index]
+            _observed(module.qkv_proj, module.attn, module.attn.layer_name, partial(self._add_gates, j, module))
 
     def begin(self, parents: list[str], scheduled: dict[str, int]) -> None:
         """Called before each forward with the requests to record, and the tokens of all requests."""
@@ -92,6 +134,12 @@ class Recorder:
 
     def end(self) -> None:
         """Called after each forward."""
+        for gdn, gates in self._gates.items():
+            magnitudes = torch.cat(self._magnitudes[gdn])
+            for one, of_one in zip(self.rows, gates, strict=True):
+                rows = magnitudes[one.start : one.stop]
+                self.of[one.request_id].signals[gdn].append(torch.cat([of_one, rows.unsqueeze(1)], dim=1))
+        self._gates, self._magnitudes = {}, {}
         for request_id in self._parents:
             self.of[request_id].tokens += self._scheduled[request_id]
         self._parents = []
@@ -109,39 +157,36 @@ class Recorder:
             self._rows = [Rows(name, start, stop) for name, start, stop in spans if name in self._parents]
         return self._rows
 
-    # -- hooks ---------------------------------------------------------------------------------------------------------
+    # -- observers -----------------------------------------------------------------------------------------------------
 
-    def _keep_ba(self, gdn: int, module: nn.Module, args: Any, output: Any) -> None:
-        if self.rows:
-            self._ba[gdn] = output[0]
-
-    def _keep_values(self, gdn: int, plain: Any, mixed_qkv: Tensor) -> Any:
-        query, key, value = plain(mixed_qkv)
-        if self.rows and value is not None:
-            self._values.setdefault(gdn, []).append(value[0])
-        return query, key, value
-
-    def _after_gdn(self, gdn: int, layer: Any, args: Any, output: Any) -> None:
+    def _keep_gates(self, gdn: int, layer: Any, ba: Tensor) -> None:
         if not self.rows:
             return
-        ba, parts = self._ba.pop(gdn), self._values.pop(gdn)
-        values = torch.cat(parts)  # [tokens, HV, D]
         if layer.gqa_interleaved_layout:  # [b | a] of each key head
-            b, a = (part.flatten(1) for part in ba.unflatten(-1, (layer.num_k_heads, 2, -1)).unbind(-2))
+            heads = layer.num_k_heads // layer.tp_size
+            b, a = (part.flatten(1) for part in ba.unflatten(-1, (heads, 2, -1)).unbind(-2))
         else:
             b, a = ba.chunk(2, dim=-1)
+        own = layer.num_v_heads // layer.tp_size
+        if b.shape[-1] > own:  # where workers share heads, quantised projections may be whole in each
+            b, a = (part.narrow(-1, layer.tp_rank * own, own) for part in (b, a))
+        self._gates[gdn] = []
         for one in self.rows:
             rows = slice(one.start, one.stop)
             decay = -layer.A_log.float().exp() * F.softplus(a[rows].float() + layer.dt_bias.float())
-            magnitude = values[rows].float().norm(dim=-1)
-            signals = torch.stack([b[rows].float().sigmoid(), decay, magnitude], dim=1)
-            self.of[one.request_id].signals[gdn].append(signals.to(values.dtype))
+            self._gates[gdn].append(torch.stack([b[rows].float().sigmoid(), decay], dim=1).to(ba.dtype))
 
-    def _after_qkv(self, ordinal: int, attention: Any, module: nn.Module, args: Any, output: Any) -> None:
+    def _keep_magnitudes(self, gdn: int, plain: Any, mixed_qkv: Tensor) -> Any:
+        query, key, value = plain(mixed_qkv)
+        if self.rows and value is not None:
+            self._magnitudes.setdefault(gdn, []).append(value[0].float().norm(dim=-1).to(value.dtype))
+        return query, key, value
+
+    def _add_gates(self, ordinal: int, attention: Any, qkv: Tensor) -> None:
         if not self.rows or not attention.attn_output_gate:
             return
         size = 2 * attention.num_heads * attention.head_dim
-        gate = output[0][:, :size].unflatten(-1, (attention.num_heads, 2, -1))[..., 1, :]
+        gate = qkv[:, :size].unflatten(-1, (attention.num_heads, 2, -1))[..., 1, :]
         for one in self.rows:
             means = gate_means(gate[None, one.start : one.stop])
             self.of[one.request_id].gate_sums[ordinal] += float(means.sum(dtype=torch.float64))

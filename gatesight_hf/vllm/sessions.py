@@ -22,7 +22,7 @@ class Session:
         owner: Whose it is, see `Asked`.
         token: Of the request that opened it, likewise.
         attention: Per KV-cache group of an attention layer.
-        states: Per group of GDN layers, the block with their states after the context.
+        states: Per group of GDN layers, their states after the context.
         report: Of the compaction, for whoever asks.
         users: Requests that are its children now, waiting ones included.
     """
@@ -32,14 +32,14 @@ class Session:
     owner: str = ""
     token: str = ""
     attention: dict[int, Inherited] = field(default_factory=dict)
-    states: dict[int, KVCacheBlock] = field(default_factory=dict)
+    states: dict[int, Inherited] = field(default_factory=dict)
     report: dict[str, Any] = field(default_factory=dict)
     users: set[str] = field(default_factory=set)
 
     @property
     def blocks(self) -> list[KVCacheBlock]:
         """All that it holds."""
-        return [*self.states.values(), *(block for inherited in self.attention.values() for block in inherited.blocks)]
+        return [block for held in (self.states, self.attention) for one in held.values() for block in one.blocks]
 
     @property
     def nbytes(self) -> int:
@@ -67,9 +67,14 @@ class Sessions:
         return len(self._held)
 
     @property
+    def all(self) -> list[Session]:
+        """Those that wait for their last child included."""
+        return [*self._held.values(), *self._leaving]
+
+    @property
     def blocks(self) -> int:
-        """Held by all, those that wait for their last child included."""
-        return sum(len(session.blocks) for session in (*self._held.values(), *self._leaving))
+        """Held by all."""
+        return sum(len(session.blocks) for session in self.all)
 
     def get(self, session_id: str) -> Session | None:
         return self._held.get(session_id)
@@ -108,7 +113,7 @@ class Sessions:
 
     def find(self, session_id: str, request_id: str) -> Session | None:
         """The one that the request uses, even if it was dropped since; or else the one of that id, if there is one."""
-        of_request = (s for s in (*self._held.values(), *self._leaving) if request_id in s.users)
+        of_request = (session for session in self.all if request_id in session.users)
         return next(of_request, self._held.get(session_id))
 
     def use(self, session: Session, session_id: str, request_id: str) -> None:
@@ -119,7 +124,7 @@ class Sessions:
 
     def release(self, request_id: str) -> None:
         """A request ended."""
-        for session in (*self._held.values(), *self._leaving):
+        for session in self.all:
             session.users.discard(request_id)
         self._end_unused()
 

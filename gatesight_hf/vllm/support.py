@@ -51,28 +51,17 @@ def check_engine(config: Any) -> None:
     obstacles = []
     if not vllm_is_supported():
         obstacles.append(f"vLLM {vllm_version()} (install vllm{SUPPORTED})")
-    parallel, cache, scheduler, model = (
-        config.parallel_config,
-        config.cache_config,
-        config.scheduler_config,
-        config.model_config,
-    )
+    parallel, cache = config.parallel_config, config.cache_config
     if config.device_config.device_type != "cpu":
         obstacles.append(f"device {config.device_config.device_type!r} (only CPU engines have been run)")
-    if cache.enable_prefix_caching:
-        obstacles.append("prefix caching (enable_prefix_caching=False: block hashes know nothing of evicted entries)")
     if config.speculative_config is not None:
         obstacles.append("speculative decoding (GDN states of children cannot be rolled back)")
-    for name in ("pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"):
+    for name in ("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name) != 1:
             obstacles.append(f"{name}={getattr(parallel, name)}")
-    if getattr(parallel, "decode_context_parallel_size", 1) != 1:
-        obstacles.append("decode context parallelism")
+    if parallel.enable_expert_parallel:
+        obstacles.append("expert parallelism (enable_expert_parallel=False)")
     if cache.cache_dtype not in ("auto", "bfloat16"):
         obstacles.append(f"a quantised KV cache (cache_dtype={cache.cache_dtype!r})")
-    if scheduler.async_scheduling:
-        obstacles.append("async scheduling (async_scheduling=False: a further step would move the parent's GDN states)")
-    if not model.enforce_eager:
-        obstacles.append("compiled models (enforce_eager=True: hooks are not called from graphs)")
     if obstacles:
         raise UnsupportedVLLMError(f"GateSight has not been run with: {'; '.join(obstacles)}.")

@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from ..compaction.plan import plan_compaction
@@ -19,9 +19,11 @@ from ..scoring.estimator import Estimator
 from ..scoring.interface import Prefill, Scorer, Scores, checked_scores
 from .messages import Compaction, Outcome, StepMetadata
 from .options import METHODS
-from .paged import GateSightAttentionSpec
+from .paged import GateSightAttentionSpec, GateSightStateSpec
 from .pages import Pages, check_layout
+from .ranks import Ranks
 from .recording import Recorded, Recorder
+from .support import check_engine
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -33,16 +35,29 @@ class GateSightWorker(CPUWorker):
     """vLLM's CPU worker with a KV-cache group for each attention layer."""
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        specs = super().get_kv_cache_spec()
-        return {
-            name: GateSightAttentionSpec.of(spec, name) if type(spec) is FullAttentionSpec else spec
-            for name, spec in specs.items()
-        }
+        specs = dict(super().get_kv_cache_spec())
+        for name, spec in specs.items():
+            if type(spec) is FullAttentionSpec:
+                specs[name] = GateSightAttentionSpec.of(spec, name)
+            elif type(spec) is MambaSpec:
+                specs[name] = GateSightStateSpec.of(spec)
+        return specs
+
+    def load_model(self, **kwargs: Any) -> None:
+        check_engine(self.vllm_config)
+        more = self.vllm_config.additional_config
+        if isinstance(more, dict):
+            # Compiled models are kept on disk by what this says, and ours has more in it than vLLM's own.
+            more["gatesight"] = "observed"
+        super().load_model(**kwargs)
+        spec = HybridSpec.from_config(self.vllm_config.model_config.hf_text_config)
+        self._recorder = Recorder(spec, order_of(self.model_runner))
+        self._recorder.attach(self.model_runner.get_model())
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
         connector: Any = get_kv_transfer_group()
-        connector.bind_runner(self.model_runner)
+        connector.bind_recorder(self._recorder)
 
     def execute_model(self, scheduler_output: "SchedulerOutput") -> Any:
         # Before either runner prepares inputs: Model Runner V2 calls the connector's own hooks after that.
@@ -103,7 +118,7 @@ class CompactingWorker:
         #: Of the steps with each parent so far.
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._begun = 0.0
-        self._recorder: Recorder | None = None
+        self.recorder: Recorder | None = None
 
     def register(self, caches: dict[str, Tensor]) -> None:
         self._caches = caches
@@ -111,20 +126,16 @@ class CompactingWorker:
             check_layout(caches[name])
             self._evicted[name] = torch.zeros(len(caches[name]), dtype=torch.int64)
 
-    def bind(self, runner: Any) -> None:
-        self._recorder = Recorder(self._spec, order_of(runner))
-        self._recorder.attach(runner.get_model())
-
     def begin(self, step: StepMetadata) -> None:
         """Before the metadata of a step are built."""
         self._begun = time.perf_counter()
         for group, block, evicted in step.evicted:
             self._evicted[self._layers[group]][block] = evicted
-        assert self._recorder is not None
+        assert self.recorder is not None
         for request_id in step.forgotten:
-            self._recorder.of.pop(request_id, None)
+            self.recorder.of.pop(request_id, None)
             self._seconds.pop(request_id, None)
-        self._recorder.begin(step.parents, step.scheduled)
+        self.recorder.begin(step.parents, step.scheduled)
 
     def copy(self, layers: Iterable[str], source: int, target: int) -> None:
         """A block of all layers of a group."""
@@ -133,21 +144,19 @@ class CompactingWorker:
 
     def end(self, step: StepMetadata) -> None:
         """After the forward of a step."""
-        assert self._recorder is not None
-        self._recorder.end()
+        assert self.recorder is not None
+        self.recorder.end()
         passed = time.perf_counter() - self._begun
         for request_id in step.parents:
             self._seconds[request_id] += passed
         for compaction in step.compactions:
-            recorded, seconds = self._recorder.of.pop(compaction.request_id), self._seconds.pop(compaction.request_id)
+            recorded, seconds = self.recorder.of.pop(compaction.request_id), self._seconds.pop(compaction.request_id)
             try:
                 outcome = self._compact(compaction, recorded, seconds)
             except Exception as error:
                 # One context fails, for example with scores that are not finite; the engine serves all others.
                 logger.exception("GateSight: request %s could not be compacted", compaction.request_id)
                 outcome = Outcome(error=f"its context could not be compacted: {error}")
-                for group, blocks in compaction.blocks.items():
-                    self._evicted[self._layers[group]][blocks[0]] = 0
             self._outcomes[compaction.request_id] = outcome
 
     def take_outcomes(self) -> dict[str, Outcome]:
@@ -160,10 +169,11 @@ class CompactingWorker:
         assert recorded.tokens == tokens, f"{recorded.tokens} of {tokens} tokens were recorded"
         begun = time.perf_counter()
         blocks = {group: torch.tensor(of_group) for group, of_group in compaction.blocks.items()}
-        gates = [[total / tokens for total in recorded.gate_sums]]
+        ranks = Ranks.here()
+        gates = [ranks.mean([total / tokens for total in recorded.gate_sums])]
         options = asked.compaction(compaction.block_size)
         scorer: Scorer = Scores([])
-        prefill = self._prefill(recorded, blocks, with_entries=asked.scorer in METHODS and not asked.empty)
+        prefill = self._prefill(recorded, blocks, ranks, with_entries=asked.scorer in METHODS and not asked.empty)
         with torch.no_grad():
             if options.kept_fraction < 1 and not asked.empty:
                 scorer = Scores(checked_scores(self._scorer(compaction), prefill))
@@ -173,9 +183,9 @@ class CompactingWorker:
         if plan is not None:
             for group, layer in zip(self._groups, plan.layers, strict=True):
                 if layer.indices is not None:
-                    Pages(self._caches[self._layers[group]]).compact(blocks[group], layer.indices[0])
+                    pages = Pages(self._caches[self._layers[group]])
+                    pages.compact(blocks[group], ranks.own_kv(layer.indices[0]))
                     kept[group] = layer.indices.shape[2]
-                self._evicted[self._layers[group]][blocks[group][0]] = tokens - kept[group]
         return Outcome(
             kept,
             [kept[group] for group in self._groups],
@@ -192,13 +202,13 @@ class CompactingWorker:
         scorer.check(self._spec)
         return scorer
 
-    def _prefill(self, recorded: Recorded, blocks: dict[int, Tensor], with_entries: bool) -> Prefill:
-        """What was recorded; entries are read out of the pages only for methods that look at them."""
-        signals = [torch.cat(chunks).unsqueeze(0) for chunks in recorded.signals]
+    def _prefill(self, recorded: Recorded, blocks: dict[int, Tensor], ranks: Ranks, with_entries: bool) -> Prefill:
+        """What was recorded by all workers; entries are read out of the pages only for methods that look at them."""
+        signals = [ranks.gathered(torch.cat(chunks), dim=-1).unsqueeze(0) for chunks in recorded.signals]
         tokens, heads = recorded.tokens, self._spec.num_key_value_heads
         keys = values = [torch.empty(1, heads, tokens, 0) for _ in self._groups]
         if with_entries:
-            slots = torch.arange(tokens).expand(heads, -1)
-            entries = [Pages(self._caches[self._layers[group]]).read(blocks[group], slots) for group in self._groups]
-            keys, values = ([pair[i].unsqueeze(0) for pair in entries] for i in range(2))
+            layers = [(Pages(self._caches[self._layers[group]]), blocks[group]) for group in self._groups]
+            entries = [pages.read(held, torch.arange(tokens).expand(pages.heads, -1)) for pages, held in layers]
+            keys, values = ([ranks.gathered_kv(pair[i].unsqueeze(0), heads) for pair in entries] for i in range(2))
         return Prefill(self._spec, [tokens], signals, keys, values)

@@ -59,7 +59,8 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def engine() -> Any:
-    return GateSightLLM(MODEL_PATH, ESTIMATOR_PATH, dtype="bfloat16", max_model_len=2048, num_gpu_blocks_override=128)
+    sizes = {"max_model_len": 2048, "num_gpu_blocks_override": 128}
+    return GateSightLLM(MODEL_PATH, ESTIMATOR_PATH, dtype="bfloat16", enforce_eager=True, **sizes)
 
 
 @pytest.fixture(scope="module")
