@@ -185,7 +185,6 @@ class ScorerFactory:
             "snapkv": SnapKV,
             "streaming_llm": StreamingLLM,
             "triattention": self._triattention,
-            "triattention_nope": lambda **options: self._triattention(**{"nope": "full", **options}),
         }
 
     def _hidden_states(self) -> Scorer:
