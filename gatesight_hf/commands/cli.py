@@ -94,21 +94,31 @@ def _view(args: argparse.Namespace) -> None:
 
 def _add_collection(verb: argparse.ArgumentParser) -> None:
     """Options of what collects documents and fits on them."""
+    from .recipes import Recipe
+
     verb.add_argument("--model", required=True, help="'reference' (bundled), or a folder or Hub id of a hybrid model")
     verb.add_argument("--dtype", help="of the model, such as bfloat16 (default: its own)")
     verb.add_argument("--device-map", help="where its layers go, as transformers takes it (default with GPUs: auto)")
-    source = verb.add_mutually_exclusive_group()
-    source.add_argument(
+    verb.add_argument(
         "--documents",
-        type=Path,
         nargs="+",
-        help="text files (.txt: one document each; .jsonl: a 'text' per line) or folders of them; "
-        "not needed for the reference model, whose documents are generated",
+        action="extend",
+        metavar="[NAME[:WEIGHT]=]PATH",
+        help="text files (.txt: one document each; .jsonl: a 'text' per line) or folders of them, several corpora each "
+        "with a name and a weight (default 1); not needed for the reference model, whose documents are generated",
     )
-    source.add_argument("--dataset", metavar="NAME[:CONFIG]", help="data set of the Hub, or a folder or file of one")
+    verb.add_argument(
+        "--dataset",
+        action="append",
+        metavar="[NAME[:WEIGHT]=]NAME[:CONFIG]",
+        help="data set of the Hub, or a folder or file of one; may be repeated",
+    )
     verb.add_argument("--split", default="train", help="of the data set (default: train)")
     verb.add_argument("--text-column", default="text", help="of the data set (default: text)")
     verb.add_argument("--data", type=Path, help="folder of the collected data (default: OUT with '-data' appended)")
+    verb.add_argument(
+        "--recipe", choices=("paper",), action=Recipe, help="2,428 documents to fit on, cut to 1,024 tokens"
+    )
     verb.add_argument("--train-documents", type=int, default=96, help="to fit on (default: %(default)s)")
     verb.add_argument("--eval-documents", type=int, default=32, help="others, to measure on (default: %(default)s)")
     verb.add_argument(

@@ -39,21 +39,23 @@ class KVzip:
         chunk: Context tokens of one replay.
         sinks: First entries, in the softmax of every chunk and always kept.
         prompts: To repeat the first chunk, and a later one; the tokens that it starts with are appended.
-        suffix: Between prompt and repetition, for example the assistant header of a chat template.
+        suffix: Between prompt and repetition. None is what the tokenizer's chat template puts there, as the authors do:
+            the end of the user's turn and the assistant's header; without a template a line break.
     """
 
     model: Any = field(repr=False)
     tokenizer: Any = field(repr=False)
-    chunk: int = 2048
+    chunk: int = 2000
     sinks: int = 4
     prompts: tuple[str, str] = (FIRST_PROMPT, LATER_PROMPT)
-    suffix: str = "\n"
+    suffix: str | None = None
     needs: ClassVar[Needs] = Needs(whole=True)
 
     def __post_init__(self) -> None:
         check_whole_number("chunk", self.chunk)
         check_whole_number("sinks", self.sinks, least=0)
-        check_text("suffix", self.suffix)
+        if self.suffix is not None:
+            check_text("suffix", self.suffix)
         if not isinstance(self.prompts, (list, tuple)) or [type(text) for text in self.prompts] != [str, str]:
             raise ValueError(f"prompts must be two texts, got {described(self.prompts)}.")
 
@@ -113,7 +115,25 @@ class KVzip:
             )
 
         parts = [encoded(self.prompts[1]), ids[max(0, start - QUOTED) : start]] if start else [encoded(self.prompts[0])]
-        return torch.cat([*parts, encoded(self.suffix)])
+        return torch.cat([*parts, encoded(answer_header(self.tokenizer) if self.suffix is None else self.suffix)])
+
+
+def answer_header(tokenizer: Any) -> str:
+    """What a chat template puts between a user's text and the assistant's; a line break if there is no template.
+
+    Raises:
+        ValueError: The template changes what the user says.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return "\n"
+    said = "Repeat."
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": said}], tokenize=False, add_generation_prompt=True
+    )
+    _, found, after = text.rpartition(said)
+    if not found:
+        raise ValueError("The chat template changes what the user says; give KVzip the suffix, suffix='…'.")
+    return after
 
 
 def replay_scores(queries: Tensor, sinks: Tensor, chunk: Tensor, replay: Tensor, scale: float) -> Tensor:

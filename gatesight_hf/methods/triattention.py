@@ -41,8 +41,8 @@ class TriAttention(RowScorer):
         statistics: Per attention ordinal `mean` `[heads, D]` of queries before RoPE and `magnitude`
             `[heads, R/2 + D - R]`: mean magnitude of each rotary pair, then of each other channel.
         fingerprint: Layout of the model they are from (`HybridSpec.fingerprint`).
-        nope: What channels without RoPE add: `none` (rotary frequencies only, as the method was published for models
-            that rotate all channels), `mean` (q̄·k), or `full` (each treated as a frequency of 0).
+        nope: What channels without RoPE add: `none` (rotary frequencies only: the method as published, for models that
+            rotate all channels); or, as variants of ours, `mean` (q̄·k) or `full` (each treated as a frequency of 0).
         mode: `per_layer_head`: each layer and KV head by itself. `per_head`: the mean over layers, so that a KV head
             keeps the same tokens in every layer (the paper's scripts).
         aggregation: Of the distances: `mean` or `max`.
@@ -50,7 +50,7 @@ class TriAttention(RowScorer):
 
     statistics: list[dict[str, Tensor]]
     fingerprint: str
-    nope: Nope = "full"
+    nope: Nope = "none"
     mode: Mode = "per_layer_head"
     aggregation: Literal["mean", "max"] = "mean"
 

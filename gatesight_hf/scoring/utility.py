@@ -3,7 +3,7 @@
 For one query with attention weights a and output o = Σ a_i v_i, removing entry i renormalises the rest to
 o' = (o - a_i v_i) / (1 - a_i), so that o' - o = a_i / (1 - a_i) · (o - v_i). The utility of entry i is the largest norm
 of that change, taken over all query heads of the group together, over the queries of sampled continuations; the output
-gate is left out (GateSight paper, section "Training target").
+gate is left out, as in the GateSight paper.
 """
 
 from typing import Any

@@ -13,12 +13,20 @@ from ..reference import documents as reference_documents
 
 #: The shortest text worth a document, as a share of the asked length.
 SHORTEST_SHARE = 0.25
+#: Files that hold documents.
+KINDS = (".txt", ".jsonl")
+#: Rows that a streamed data set is shuffled within.
+SHUFFLED_ROWS = 10_000
 #: What `datasets` reads files of these kinds with.
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
 
 
-def read_texts(paths: Sequence[Path]) -> Iterator[str]:
+def read_texts(paths: Sequence[Path], seed: int | None = None) -> Iterator[str]:
     """Texts of `.txt` files (one each) and `.jsonl` files (key `text` of each line); folders are searched for both.
+
+    Args:
+        paths: Files and folders.
+        seed: Of their order, drawn over all texts, of which only the places are in memory; None is that of the files.
 
     Raises:
         FileNotFoundError: A path does not exist.
@@ -26,44 +34,68 @@ def read_texts(paths: Sequence[Path]) -> Iterator[str]:
     """
     if not isinstance(paths, (list, tuple)):
         raise ValueError(f"paths must be a list of paths, got {described(paths)}.")
-    for path in map(Path, paths):
-        if not path.exists():
-            raise FileNotFoundError(f"{path}: no such file or folder.")
-        if path.is_dir():
-            yield from read_texts(sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".jsonl")))
-            continue
-        if path.suffix not in (".txt", ".jsonl"):
-            raise ValueError(f"{path}: documents are .txt or .jsonl files, or folders of them.")
-        number = 0
+    places: Iterable[tuple[Path, int, int]] = (place for path in map(Path, paths) for place in _places(path))
+    if seed is not None:
+        found = list(places)
+        places = random.Random(seed).sample(found, len(found))
+    for path, number, offset in places:
         try:
-            with path.open(encoding="utf-8") as lines:
-                if path.suffix == ".txt":
-                    yield lines.read()
-                    continue
-                for number, line in enumerate(lines, 1):  # noqa: B007 - named in the error
-                    row = json.loads(line)
-                    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-                        raise ValueError("expected an object with a string 'text'")
-                    yield row["text"]
+            if number:
+                with path.open("rb") as lines:
+                    lines.seek(offset)
+                    yield _text(lines.readline())
+            else:
+                yield path.read_text(encoding="utf-8")
         except ValueError as error:
             where = f"{path}, line {number}" if number else str(path)
             raise ValueError(f"{where}: {error}.") from error
 
 
-def dataset_texts(source: str, split: str = "train", column: str = "text") -> Iterator[str]:
-    """Texts of a data set, in its order, streamed: nothing is downloaded ahead, and no copy is made.
+def _places(path: Path) -> Iterator[tuple[Path, int, int]]:
+    """File, line (0 for the whole file) and offset of each text."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file or folder.")
+    if path.is_dir():
+        for inside in sorted(p for p in path.rglob("*") if p.suffix in KINDS):
+            yield from _places(inside)
+    elif path.suffix == ".txt":
+        yield path, 0, 0
+    elif path.suffix == ".jsonl":
+        with path.open("rb") as lines:
+            offset = 0
+            for number, line in enumerate(lines, 1):
+                yield path, number, offset
+                offset += len(line)
+    else:
+        raise ValueError(f"{path}: documents are .txt or .jsonl files, or folders of them.")
+
+
+def _text(line: bytes) -> str:
+    row = json.loads(line.decode("utf-8"))
+    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+        raise ValueError("expected an object with a string 'text'")
+    return row["text"]
+
+
+def dataset_texts(source: str, split: str = "train", column: str = "text", seed: int | None = None) -> Iterator[str]:
+    """Texts of a data set, streamed: nothing is downloaded ahead, and no copy is made.
 
     Args:
         source: `NAME` or `NAME:CONFIG` on the Hub; or a folder, or a JSON, Parquet, Arrow or CSV file, of this machine.
         split: Of the data set.
         column: That holds the texts.
+        seed: Of their order; where rows are streamed, they are drawn from the next `SHUFFLED_ROWS`. None is the set's.
 
     Raises:
         RuntimeError: The package `datasets` is missing.
         FileNotFoundError: No such data set.
         ValueError: No such configuration, split or column, a file of another kind, or a column that holds no texts.
     """
-    for number, row in enumerate(_rows(source, split)):
+    rows = _rows(source, split)
+    if seed is not None:
+        streamed = not hasattr(rows, "__len__")
+        rows = rows.shuffle(seed=seed, **({"buffer_size": SHUFFLED_ROWS} if streamed else {}))
+    for number, row in enumerate(rows):
         if column not in row:
             raise ValueError(f"--dataset {source}: no column {column!r}; there are {', '.join(map(repr, row))}.")
         if not isinstance(row[column], str):
@@ -72,7 +104,7 @@ def dataset_texts(source: str, split: str = "train", column: str = "text") -> It
         yield row[column]
 
 
-def _rows(source: str, split: str) -> Iterable[dict[str, Any]]:
+def _rows(source: str, split: str) -> Any:
     try:
         import datasets
     except ImportError as error:

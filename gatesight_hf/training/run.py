@@ -5,7 +5,6 @@ import json
 import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,9 @@ from ..models.hybrid import HybridSpec
 from ..models.loading import REFERENCE, load_named
 from ..scoring.estimator import EstimatorConfig
 from .collect import Sampling, collect, partial_of
-from .documents import SHORTEST_SHARE, dataset_texts, read_texts, reference_texts, tokenized
-from .fit import FitOptions, fit
+from .documents import SHORTEST_SHARE, reference_texts, tokenized
+from .fit import FitOptions, evaluate, fit
+from .mixture import Source, drawn_order, mixed, sources_of
 from .plan import prompts_of
 from .processes import all_processes
 
@@ -72,6 +72,7 @@ class Collected:
         held_out: Shards of other documents.
         longer: Shards of longer documents; empty unless asked for.
         is_main: Whether this process is the one of the run that goes on; the others are done.
+        by_source: `held_out` by the name of the source.
     """
 
     model: Any
@@ -82,6 +83,7 @@ class Collected:
     held_out: list[Path]
     longer: list[Path]
     is_main: bool
+    by_source: dict[str, list[Path]]
 
 
 def collect_from_arguments(args: argparse.Namespace, longer_documents: int = 0, longer_length: int = 0) -> Collected:
@@ -103,6 +105,10 @@ def collect_from_arguments(args: argparse.Namespace, longer_documents: int = 0, 
     is_reference = args.model == REFERENCE
     if not (is_reference or args.documents or args.dataset):
         raise ValueError("--documents or --dataset is needed for any model but 'reference'.")
+    given = sources_of(args.documents or [], args.dataset or [])
+    sources = given or [Source(REFERENCE, 1.0, REFERENCE)]
+    for count in (args.train_documents, args.eval_documents, longer_documents or len(sources)):
+        drawn_order(sources, count, args.seed)  # refused before a model is loaded
     run = all_processes()
     # Several processes have a device each; one alone has them all.
     device_map = args.device_map or ({"": run.device} if run.num_processes > 1 else None)
@@ -126,45 +132,53 @@ def collect_from_arguments(args: argparse.Namespace, longer_documents: int = 0, 
         "train_documents": args.train_documents,
         "hidden_states": args.hidden_states,
     }
+    if given:
+        of_sets = {"split": args.split, "column": args.text_column} if args.dataset else {}
+        settings["sources"] = [{"name": s.name, "weight": s.weight, "place": s.place} | of_sets for s in given]
+        if len(given) > 1:
+            # The order of sources depends on it.
+            settings["eval_documents"] = args.eval_documents
     claim_folder(data, settings)
 
     used: set[tuple[int, ...]] = set()
 
-    def documents_of(length: int, seed: int) -> Iterator[list[int]]:
-        """Those that do not begin as one that was given before, which are `args.length` tokens long."""
-        if args.dataset:
-            texts = dataset_texts(args.dataset, args.split, args.text_column)
-        else:
-            texts = read_texts(args.documents) if args.documents else reference_texts(length, seed)
-        for ids in tokenized(texts, tokenizer, length):
-            beginning = tuple(ids[: args.length])
-            if beginning not in used:
-                used.add(beginning)
-                yield ids
+    def documents_of(length: int, seed: int) -> dict[str, Iterator[list[int]]]:
+        """By source, those that do not begin as one that was given before, which are `args.length` tokens long."""
 
-    def gather(kind: str, documents: Iterator[list[int]], count: int, length: int, seed: int) -> list[Path]:
-        chosen, sampled = islice(documents, count), replace(sampling, seed=seed)
+        def unused(texts: Iterator[str]) -> Iterator[list[int]]:
+            for ids in tokenized(texts, tokenizer, length):
+                beginning = tuple(ids[: args.length])
+                if beginning not in used:
+                    used.add(beginning)
+                    yield ids
+
+        if not given:
+            return {REFERENCE: unused(reference_texts(length, seed))}
+        return {source.name: unused(source.texts(seed, args.split, args.text_column)) for source in given}
+
+    def gather(
+        kind: str, documents: dict[str, Iterator[list[int]]], count: int, length: int, seed: int
+    ) -> tuple[list[Path], list[str]]:
+        order = drawn_order(sources, count, seed)
+        chosen, sampled = mixed(documents, order, int(SHORTEST_SHARE * length), kind), replace(sampling, seed=seed)
         share = run.process_index, run.num_processes
         shards = collect(model, chosen, data / kind, sampled, f"{kind} documents", count, args.hidden_states, share)
-        if len(shards) < count:
-            raise ValueError(
-                f"Only {len(shards)} different documents of at least {int(SHORTEST_SHARE * length)} tokens were found "
-                f"for {kind}, {count} are asked for: give more or longer texts, or lower --train-documents, "
-                "--eval-documents or --length."
-            )
-        return shards
+        return shards, order
 
-    # One stream of different documents feeds both, so that they are disjoint; only one is in memory at a time.
+    # One stream of each source feeds both, so that they are disjoint; only one document is in memory at a time.
     documents, seed = documents_of(args.length, args.seed), args.seed
-    train = gather("train", documents, args.train_documents, args.length, seed)
-    held_out = gather("eval", documents, args.eval_documents, args.length, seed + 1_000_000)
+    train, _ = gather("train", documents, args.train_documents, args.length, seed)
+    held_out, came_from = gather("eval", documents, args.eval_documents, args.length, seed + 1_000_000)
     longer = []
     if longer_documents:
         documents = documents_of(longer_length, seed + 2_000_000)
-        longer = gather("longer", documents, longer_documents, longer_length, seed + 2_000_000)
+        longer, _ = gather("longer", documents, longer_documents, longer_length, seed + 2_000_000)
     run.wait_for_everyone()
     spec = HybridSpec.of(model)
-    return Collected(model, name, spec, settings, train, held_out, longer, run.is_main_process)
+    by_source: dict[str, list[Path]] = {source.name: [] for source in sources}
+    for shard, source_name in zip(held_out, came_from, strict=True):
+        by_source[source_name].append(shard)
+    return Collected(model, name, spec, settings, train, held_out, longer, run.is_main_process, by_source)
 
 
 def train_from_arguments(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -199,6 +213,12 @@ def train_from_arguments(args: argparse.Namespace) -> dict[str, Any] | None:
             "python": platform.python_version(),
         },
     }
+    if len(collected.by_source) > 1:
+        metrics["sources"] = settings["sources"]
+        metrics["held_out_by_source"] = {
+            source: {"documents": len(shards), "metrics": evaluate(shards, fitted.methods)}
+            for source, shards in collected.by_source.items()
+        }
     fitted.estimator.save_pretrained(args.out)
     if fitted.hidden_states is not None:
         fitted.hidden_states.save_pretrained(args.out / HIDDEN_STATES_FOLDER)
@@ -212,4 +232,8 @@ def format_metrics(metrics: dict[str, Any]) -> str:
     lines = [f"{'':20} overlap@10  mass@10  Spearman   ({metrics['eval_documents']} held-out documents)"]
     for name, row in metrics["held_out"].items():
         lines.append(f"{name:20} {row['overlap@10']:10.3f} {row['mass@10']:8.3f} {row['spearman']:9.3f}")
+    for source, found in metrics.get("held_out_by_source", {}).items():
+        row = found["metrics"]["mlp"]
+        values = f"{row['overlap@10']:10.3f} {row['mass@10']:8.3f} {row['spearman']:9.3f}"
+        lines.append(f"{'mlp on ' + source:20} {values}   ({found['documents']})")
     return "\n".join(lines)

@@ -105,6 +105,33 @@ def test_replays_are_a_prompt_the_last_eight_tokens_and_the_chunk(dense: Any) ->
     ]
 
 
+class Templated:
+    """A tokenizer with a chat template."""
+
+    chat_template = "any"
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> Any:
+        return tokenizer(text, add_special_tokens)
+
+    def apply_chat_template(self, messages: Any, tokenize: bool, add_generation_prompt: bool) -> str:
+        assert not tokenize and add_generation_prompt
+        return f"<s><user>{messages[0]['content']}</user><assistant>"
+
+
+def test_the_suffix_is_the_chat_templates(dense: Any) -> None:
+    """The end of the turn and the assistant's header, unless another one was given."""
+    ids = random_ids(LENGTH)[0]
+    for options, suffix in (({}, "</user><assistant>"), ({"suffix": "|"}, "|"), ({"suffix": ""}, "")):
+        prompt = KVzip(dense, Templated(), **options)._prompt(ids, 0).tolist()
+        assert prompt == tokenizer(FIRST_PROMPT, False).input_ids + tokenizer(suffix, False).input_ids
+    plain = KVzip(dense, tokenizer)._prompt(ids, 0).tolist()
+    assert plain == tokenizer(FIRST_PROMPT, False).input_ids + tokenizer("\n", False).input_ids
+    changed = Templated()
+    changed.apply_chat_template = lambda *given, **options: "REPEAT."  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="suffix="):
+        KVzip(dense, changed)._prompt(ids, 0)
+
+
 def test_prompts_may_be_empty(dense: Any) -> None:
     scorer = kvzip(dense, prompts=("", ""), suffix="", chunk=10)
     for scores in prefilled(dense, random_ids(LENGTH), scorer=scorer).score().of:
