@@ -73,19 +73,15 @@ vllm: $(VLLM)/.stamp  ## an environment with vLLM on a CPU, in $(VLLM)
 VLLM_TEST := OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest
 VLLM_MODES := plain caching compiled async default
 
-# All tests as vLLM runs by default and without what it then adds; in other modes and families those that could differ.
+# All tests as vLLM runs by default and without what it then adds; in other modes those that could differ.
 test-vllm: $(VLLM)/.stamp  ## the tests of the vLLM plugin
 	@GATESIGHT_TEST_FAMILY=reference GATESIGHT_TEST_MODE=default $(VLLM_TEST) tests/vllm/test_vllm.py
 	@GATESIGHT_TEST_FAMILY=qwen3_5 GATESIGHT_TEST_MODE=plain $(VLLM_TEST) tests/vllm/test_vllm.py
-	@for family in qwen3_5_moe qwen3_next; do \
-		GATESIGHT_TEST_FAMILY=$$family GATESIGHT_TEST_MODE=caching $(VLLM_TEST) tests/vllm/test_vllm.py -k "runs or 0.5" \
-			|| exit 1; \
-	done
 	@GATESIGHT_TEST_MODE=async $(VLLM_TEST) tests/vllm/test_vllm.py -k "asked_for or ordinary"
-	@GATESIGHT_TEST_MODE=plain GATESIGHT_TEST_RUNNER=v2 $(VLLM_TEST) tests/vllm/test_vllm.py -k "asked_for or runs"
+	@GATESIGHT_TEST_MODE=plain GATESIGHT_TEST_RUNNER=v2 $(VLLM_TEST) tests/vllm/test_vllm.py -k asked_for
 	@$(VLLM_TEST) tests/vllm/test_vllm_parallel.py -k qwen3_5
 	@$(VLLM_TEST) tests/vllm/test_vllm_chats.py
-	@$(VLLM)/bin/python -m pytest tests/vllm/test_vllm_server.py
+	@$(VLLM)/bin/python -m pytest tests/vllm/test_vllm_server.py -k "not offline_example"
 	@$(VLLM)/bin/python -m pytest tests/project/test_notebooks.py -k vllm
 
 test-vllm-full: test-vllm  ## these, and all of them in every mode, with two workers, and under Model Runner V2
@@ -95,6 +91,7 @@ test-vllm-full: test-vllm  ## these, and all of them in every mode, with two wor
 			GATESIGHT_TEST_FAMILY=$$family GATESIGHT_TEST_MODE=$$mode $(VLLM_TEST) tests/vllm/test_vllm.py || exit 1; \
 		done; \
 	done
+	@$(VLLM)/bin/python -m pytest tests/vllm/test_vllm_server.py -k offline_example
 	@$(VLLM_TEST) tests/vllm/test_vllm_parallel.py
 	@for mode in plain default; do \
 		GATESIGHT_TEST_MODE=$$mode GATESIGHT_TEST_RUNNER=v2 $(VLLM_TEST) tests/vllm/test_vllm.py || exit 1; \

@@ -169,7 +169,7 @@ def collect_from_arguments(args: argparse.Namespace, longer_documents: int = 0, 
     documents, seed = documents_of(args.length, args.seed), args.seed
     train, _ = gather("train", documents, args.train_documents, args.length, seed)
     held_out, came_from = gather("eval", documents, args.eval_documents, args.length, seed + 1_000_000)
-    longer = []
+    longer: list[Path] = []
     if longer_documents:
         documents = documents_of(longer_length, seed + 2_000_000)
         longer, _ = gather("longer", documents, longer_documents, longer_length, seed + 2_000_000)

@@ -81,7 +81,7 @@ PLANNED: dict[str, dict[str, Any]] = {
             "eos_token_id": 248044,
         },
         "source": "All sizes are those of copies of the model's configuration in public code; the paper gives only the "
-        "indexer's: blocks of 4 compressed keys, attention to 2,048 tokens.",
+        "indexer's: one compressed key per four tokens, attention to 2,048 tokens.",
     },
 }
 OPTIONS = {
