@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -376,6 +377,18 @@ def test_data_types_are_those_of_torch(capsys: pytest.CaptureFixture[str]) -> No
 def test_serving_without_vllm_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "model", "--estimator", "folder", "--", "--port", "8000"]) == 1
     assert "use an environment for it alone, as `make vllm` does" in capsys.readouterr().err
+
+
+def test_the_command_that_serves_is_printed_without_vllm(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--kept-fraction", "0.2", "--max-sessions-per-key", "3", "--print", "--", "--port", "8000"]
+    assert main(["serve", "a model", "--estimator", "folder", *given]) == 0
+    command = shlex.split(capsys.readouterr().out)
+    assert command[command.index("--model") + 1] == "a model" and command[-2:] == ["--port", "8000"]
+    extra = json.loads(command[command.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
+    assert extra["estimators"] == {"gatesight": "folder"}
+    assert (extra["kept_fraction"], extra["max_sessions_per_key"], extra["max_bytes_per_key"]) == (0.2, 3, None)
+    assert main(["serve", "m", "--estimator", "e", "--max-bytes-per-key", "0", "--print"]) == 1
+    assert "max_bytes_per_key" in capsys.readouterr().err
 
 
 def test_only_serving_takes_options_of_another_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,13 +38,14 @@ from gatesight_hf.methods import KeyDiff
 from gatesight_hf.reference import documents
 from gatesight_hf.scoring import Scores
 from gatesight_hf.vllm import pages, worker
-from gatesight_hf.vllm.metrics import COUNTERS, SessionStats
-from gatesight_hf.vllm.options import Asked, OpenOptions
+from gatesight_hf.vllm.metrics import COUNTERS, GAUGES, SessionStats
+from gatesight_hf.vllm.options import Asked, Limits, OpenOptions
 from gatesight_hf.vllm.paged import GateSightAttentionManager
 from gatesight_hf.vllm.pages import Pages
 from gatesight_hf.vllm.support import UnsupportedVLLMError, check_engine
 
 from ..helpers.models import random_estimator
+from ..helpers.paths import ROOT
 from ..helpers.vllm_runs import (
     CONTEXT,
     GREEDY,
@@ -491,12 +492,18 @@ def test_what_happens_is_counted(engine, monkeypatch):
     assert found["bytes_freed"] == session.kv_bytes_before - session.kv_bytes
     assert all(found[f"{name}_seconds"] == pytest.approx(session.seconds[name]) for name in session.seconds)
     assert found["sessions"] == found["session_blocks"] == 0
-    assert set(found) <= {*COUNTERS, "sessions", "session_blocks"}
+    assert set(found) <= {*COUNTERS, *GAUGES}
+
+
+def test_every_metric_is_on_the_page():
+    page = (ROOT / "gatesight_hf" / "vllm" / "README.md").read_text(encoding="utf-8")
+    for name, what in {**{f"{name}_total": what for name, what in COUNTERS.items()}, **GAUGES}.items():
+        assert f"| `vllm:gatesight_{name}` | {what} |" in page
 
 
 def test_a_new_session_stays_though_all_others_are_in_use(engine, monkeypatch):
     sessions = scheduler(engine).connector.book.sessions
-    monkeypatch.setattr(sessions, "_most", 1)
+    monkeypatch.setattr(sessions, "_limits", Limits(max_sessions=1))
     old = engine.open(CONTEXT_IDS, "old")
     sessions.get("old").users.add("somebody")
     new = engine.open(ids(700, 9), "new")
