@@ -1,5 +1,6 @@
 """Answers by `generate` on children of a compacted cache: one, a stream of one, or many in batches."""
 
+import copy
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from queue import SimpleQueue
@@ -74,12 +75,15 @@ def _generate(
     """New ids `[rows, new]` after questions `[rows, length]`."""
     questions = questions.to(model.device)
     rows, length = questions.shape
-    greedy = {} if options.get("generation_config") is not None else {"do_sample": False}
+    if (config := options.get("generation_config")) is None:
+        given = {"do_sample": False, "max_new_tokens": max_new_tokens, **options}
+    else:
+        given = {**options, "generation_config": copy.copy(config)}
+        given["generation_config"].max_new_tokens = max_new_tokens
     output = model.generate(
         questions,
         attention_mask=torch.ones((rows, child.get_seq_length() + length), dtype=torch.long, device=questions.device),
-        max_new_tokens=max_new_tokens,
-        **{**greedy, **options, cache_argument(model): child},
+        **{**given, cache_argument(model): child},
     )
     sequences: Tensor = getattr(output, "sequences", output)
     return sequences[:, length:]
