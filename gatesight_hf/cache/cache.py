@@ -36,8 +36,9 @@ class GateSightCache(HookedCache):
         protected_prefix: First tokens of each row that always stay and are not counted.
         allocation: How layers share the budget: `gate` (mean output gate; without output gates as `flat`, and a
             warning says so), `flat` or `pyramid`; `score`: in proportion to how many of a layer's entries are among the
-            best of all layers; or `global`: entries of all layers and heads compete by their scores, as in KVzip, and
-            layers are filled up to their fullest head, so that less memory is freed than entries are evicted.
+            best of all layers; `head`: shares of `gate`, for which the heads of a layer compete by their scores; or
+            `global`: entries of all layers and heads compete, as in KVzip. With these two, layers are filled up to
+            their fullest head, so that less memory is freed than entries are evicted.
         block_size: Round each layer's entries up to whole blocks, as paged engines do.
         gate_exponent: Power of the mean output gate in `gate` shares.
         growing: Whether tokens after a compaction are recorded, so that `compact()` can be called again; see

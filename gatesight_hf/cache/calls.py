@@ -21,7 +21,7 @@ from ..models.multimodal import has_pictures, positions_on_axes, rope_deltas_aft
 from ..models.sink import GenerateCall, SignalSink
 from . import generate
 from .compacting import forget_positions
-from .context import Context, Snapshot
+from .context import Context, Snapshot, reads_gates
 from .inputs import check_new, check_no_checkpointing, check_one_sequence, positions_of, repeats_of, whole_padding
 
 
@@ -216,7 +216,7 @@ class CallFollower(SignalSink):
     @property
     def _records_attention(self) -> bool:
         needs = self.context.scorer.needs
-        of_gates = self.context.options.allocation == "gate"
+        of_gates = reads_gates(self.context.options, self.context.spec)
         return self.context.records and bool(of_gates or needs.queries or needs.query_moments or needs.hidden)
 
     @contextmanager

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gatesight_kernels.checks import described
 
+from ..compaction.budget import BY_GATES
 from ..compaction.growing import check_can_grow
 from ..compaction.plan import CompactionOptions, Plan
 from ..entries.attention import GateSightAttentionLayer
@@ -239,11 +240,12 @@ class Context:
         if wanted.grows:
             check_can_grow(scorer or self.scorer, self.spec)
         recorded = self.recording if self.seen else None
-        begins = wanted.allocation == "gate" != self.options.allocation
+        begins = reads_gates(wanted, self.spec) and not reads_gates(self.options, self.spec)
         if begins and recorded is not None and not recorded.has_gates_of(self.lengths()):
             raise CacheStateError(
-                f"allocation='gate' needs output gates, which a cache with allocation={self.options.allocation!r} does "
-                "not record: prefill it with allocation='gate', and fork it with any."
+                f"allocation={wanted.allocation!r} needs output gates, which a cache with "
+                f"allocation={self.options.allocation!r} does not record: prefill it with allocation='gate', and fork "
+                "it with any."
             )
         child = object.__new__(type(self))
         vars(child).update(vars(self))
@@ -256,16 +258,24 @@ class Context:
         return child
 
 
+def reads_gates(options: CompactionOptions, spec: HybridSpec) -> bool:
+    """Whether layers share the budget by their output gates, which are then recorded."""
+    return options.allocation in BY_GATES and adapter_for(spec).has_output_gate
+
+
 def _possible(options: CompactionOptions, spec: HybridSpec) -> CompactionOptions:
-    """The options; for a model without output gates with equal layer shares in place of `gate`, and a warning."""
-    if options.allocation != "gate" or adapter_for(spec).has_output_gate:
+    """The options; for a model without output gates with equal layer shares in place of `gate`, and a warning.
+
+    With `head`, the plan has them too.
+    """
+    if options.allocation not in BY_GATES or adapter_for(spec).has_output_gate:
         return options
     warnings.warn(
         f"{spec.model_type} has no output gates to share the budget by: its attention layers share it equally, as with "
         "allocation='flat'.",
         stacklevel=1,  # a place of our own, so that Python shows it once
     )
-    return replace(options, allocation="flat")
+    return replace(options, allocation="flat") if options.allocation == "gate" else options
 
 
 def check_scorer(scorer: Any, spec: HybridSpec) -> None:

@@ -10,10 +10,14 @@ from typing import Literal, get_args
 
 from gatesight_kernels.checks import check_whole_number, described
 
-Allocation = Literal["gate", "flat", "pyramid", "score", "global"]
+Allocation = Literal["gate", "flat", "pyramid", "score", "head", "global"]
 ALLOCATIONS: tuple[str, ...] = get_args(Allocation)
-#: Those that give each layer a share before scores are known.
+#: Those that give each layer a share before scores are known, which all its heads keep.
 SHARED = ALLOCATIONS[:3]
+#: Those whose shares are in proportion to mean output gates.
+BY_GATES = frozenset({"gate", "head"})
+#: Those with which heads of a layer keep different numbers of entries.
+BY_HEADS = frozenset({"head", "global"})
 
 #: PyramidKV's β (arXiv 2406.02069): the last layer's budget is the mean divided by it.
 PYRAMID_BETA = 20

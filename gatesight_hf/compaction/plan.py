@@ -9,7 +9,15 @@ from gatesight_kernels.checks import check_bool, check_whole_number
 
 from ..entries.quantised import check_entries_dtype
 from ..scoring.interface import Prefill, Scorer, Scores, checked_scores
-from .budget import allocate, check_allocation, check_gate_exponent, check_kept_fraction, spread, total_budget
+from .budget import (
+    BY_HEADS,
+    check_allocation,
+    check_gate_exponent,
+    check_kept_fraction,
+    layer_weights,
+    spread,
+    total_budget,
+)
 from .selection import Protected, best_of_all, select, select_global
 
 
@@ -19,8 +27,8 @@ class CompactionOptions:
 
     Raises:
         ValueError: Kept fraction outside (0, 1], negative prefix or suffix, unknown allocation or `entries_dtype`,
-            block size below 1 or with `allocation="global"`, gate exponent that is negative or not finite,
-            `recompact_every` below 1.
+            block size below 1 or, where heads keep different numbers, above it, gate exponent that is negative or not
+            finite, `recompact_every` below 1.
     """
 
     kept_fraction: float
@@ -42,9 +50,10 @@ class CompactionOptions:
             check_whole_number(name, getattr(self, name), least)
         check_bool("growing", self.growing)
         check_whole_number("recompact_every", self.recompact_every, or_none=True)
-        if self.allocation == "global" and self.block_size > 1:
+        if self.allocation in BY_HEADS and self.block_size > 1:
             raise ValueError(
-                "allocation='global' has no blocks, since every head keeps a number of its own: leave block_size at 1."
+                f"allocation={self.allocation!r} has no blocks, since every head keeps a number of its own: leave "
+                "block_size at 1."
             )
 
     @property
@@ -118,7 +127,8 @@ def plan_compaction(
     Args:
         prefill: What was recorded of the context.
         scorer: Rates its entries.
-        gate_means: Per row and attention layer; may be empty unless `allocation` is `gate`.
+        gate_means: Per row and attention layer; may be empty unless `allocation` is `gate`, and `head` then has equal
+            shares.
         options: Kept fraction, protection, allocation.
         kv_bytes_before: For the report.
         held: Per row and attention layer, entries besides protected ones that are still there, over all heads;
@@ -137,34 +147,30 @@ def plan_compaction(
     heads = 1 if prefill.spec.indexed else prefill.keys[0].shape[1]
     if budgets == [count * n for n in evictable]:
         options = replace(options, allocation="flat")  # everything stays, and nothing needs a score
-    if options.allocation == "global":
+    if options.allocation == "score":
+        scorer = Scores(checked_scores(scorer, prefill))
         totals = _within(held, [heads * n for n in budgets])
-        layers = _plan_global(prefill, scorer, totals, options.protected)
-        kept = [[_fullest_head(layer, row) for layer in layers] for row in range(len(lengths))]
-        entries = sum(totals) / heads
+        shares = _shares_by_score(_scores(scorer, prefill), totals, lengths, options.protected)
     else:
-        if options.allocation == "score":
-            scorer = Scores(checked_scores(scorer, prefill))
-            totals = _within(held, [heads * n for n in budgets])
-            shares = _shares_by_score(_scores(scorer, prefill), totals, lengths, options.protected)
-            counts = [
-                spread(total, weights, n, options.block_size, always) if n else [0] * count
-                for total, weights, n, always in zip(budgets, shares, evictable, protected, strict=True)
+        shares = [_shares(options, count, gate_means[row] if gate_means else None) for row in range(len(lengths))]
+    counts = [
+        spread(total, weights, n, options.block_size, always) if n else [0] * count
+        for total, weights, n, always in zip(budgets, shares, evictable, protected, strict=True)
+    ]
+    if options.allocation in BY_HEADS:
+        there = held or [[heads * n] * count for n in evictable]
+        groups = (
+            [(range(count), [min(heads * n, sum(row)) for n, row in zip(budgets, there, strict=True)])]
+            if options.allocation == "global"
+            else [
+                (range(j, j + 1), [min(heads * k[j], n[j]) for k, n in zip(counts, there, strict=True)])
+                for j in range(count)
             ]
-        else:
-            counts = [
-                allocate(
-                    options.kept_fraction,
-                    n,
-                    count,
-                    allocation=options.allocation,
-                    gate_means=gate_means[row] if gate_means else None,
-                    gate_exponent=options.gate_exponent,
-                    block_size=options.block_size,
-                    protected=protected[row],
-                )
-                for row, n in enumerate(evictable)
-            ]
+        )
+        layers = _plan_groups(prefill, scorer, groups, options.protected)
+        kept = [[_fullest_head(layer, row) for layer in layers] for row in range(len(lengths))]
+        entries = sum(sum(totals) for _, totals in groups) / heads
+    else:
         if held is not None:
             counts = [[min(k, n // heads) for k, n in zip(*row, strict=True)] for row in zip(counts, held, strict=True)]
         whole = [
@@ -187,6 +193,13 @@ def plan_compaction(
 def _within(held: list[list[int]] | None, totals: list[int]) -> list[int]:
     """By row, no more entries of all heads of all layers than are there."""
     return totals if held is None else [min(n, sum(row)) for n, row in zip(totals, held, strict=True)]
+
+
+def _shares(options: CompactionOptions, layers: int, gate_means: list[float] | None) -> list[float]:
+    """Of each layer, before scores are known; equal ones where all compete, or where there are no gates for `head`."""
+    of_layers = {"global": "flat", "head": "flat" if gate_means is None else "gate"}
+    allocation = of_layers.get(options.allocation, options.allocation)
+    return layer_weights(allocation, layers, gate_means, options.gate_exponent)
 
 
 def _shares_by_score(
@@ -217,10 +230,13 @@ def _plan_layers(
     return layers
 
 
-def _plan_global(prefill: Prefill, scorer: Scorer, totals: list[int], protected: Protected) -> list[LayerPlan]:
-    """Entries of all layers and heads compete for one budget."""
-    chosen = select_global(_scores(scorer, prefill), totals, prefill.lengths, protected)
-    return [_layer_plan(*of_layer, prefill.spec.num_key_value_heads) for of_layer in chosen]
+def _plan_groups(
+    prefill: Prefill, scorer: Scorer, groups: list[tuple[range, list[int]]], protected: Protected
+) -> list[LayerPlan]:
+    """Entries of all heads of a group of layers compete for one budget for each row; groups are in order."""
+    scores = _scores(scorer, prefill)
+    chosen = (select_global([scores[j] for j in group], totals, prefill.lengths, protected) for group, totals in groups)
+    return [_layer_plan(*of_layer, prefill.spec.num_key_value_heads) for of_group in chosen for of_layer in of_group]
 
 
 def _scores(scorer: Scorer, prefill: Prefill) -> list[Tensor]:

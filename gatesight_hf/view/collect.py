@@ -15,7 +15,7 @@ from gatesight_kernels.checks import check_whole_number, described
 from ..cache.cache import GateSightCache
 from ..cache.prefill import prefill
 from ..checks import check_text
-from ..compaction.budget import check_kept_fraction
+from ..compaction.budget import BY_GATES, BY_HEADS, check_kept_fraction
 from ..compaction.plan import LayerPlan, Plan, plan_compaction
 from ..scoring.interface import Needs, Recorder, Scorer, Scores
 
@@ -202,9 +202,9 @@ def recorded(
         Recorder(reduce(Needs.__or__, (scorer.needs for scorer in scorers.values()), Needs())),
         model,
         protected_prefix=protected_prefix,
-        # Output gates are recorded for this one only, and serve all.
-        allocation="gate" if "gate" in allocations.values() else next(iter(allocations.values())),
-        block_size=block_size if "global" not in allocations.values() else 1,
+        # Output gates are recorded where an allocation needs them, and serve all.
+        allocation="gate" if BY_GATES & set(allocations.values()) else next(iter(allocations.values())),
+        block_size=1 if BY_HEADS & set(allocations.values()) else block_size,
         gate_exponent=gate_exponent,
         protected_suffix=protected_suffix,
     )

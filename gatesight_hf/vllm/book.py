@@ -1,10 +1,8 @@
 """The book of sessions that vLLM's scheduler keeps: who opens one, who asks it, whose blocks stay, who is refused."""
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import RequestStatus
@@ -14,6 +12,7 @@ from .messages import Compaction, Outcome, Outcomes, StepMetadata, digest
 from .metrics import SessionStats
 from .options import ASK, DROP, OPEN, REPORT, Asked, Limits, OpenOptions
 from .paged import GateSightAttentionManager, GateSightAttentionSpec, Inherited, blocks_to_run, without_hashes
+from .refusals import BAD, FAILED, FULL, LIMITED, MISSING, REPLACED, Refusals
 from .sessions import Session, Sessions
 
 if TYPE_CHECKING:
@@ -21,14 +20,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
-
-logger = init_logger(__name__)
-
-#: Requests of which it is remembered why they failed.
-REFUSALS = 256
-#: Statuses of HTTP, for those who ask over it: what a request asks cannot be, is not there, was replaced, goes beyond a
-#: limit, went wrong, or finds no room now.
-BAD, MISSING, REPLACED, LIMITED, FAILED, FULL = 400, 404, 409, 429, 500, 503
 
 
 @dataclass
@@ -81,8 +72,7 @@ class SessionBook:
         self._refused: set[str] = set()
         #: Gauges as they were told last.
         self._levels: dict[str, int] = {"sessions": 0, "session_blocks": 0}
-        #: By a request's token, or its session, with a status of HTTP: why it could not be served, until that is asked.
-        self._refusals: OrderedDict[str, tuple[int, str]] = OrderedDict()
+        self._refusals = Refusals(self.sessions)
         #: By request that drops a session, whether there was one.
         self._dropped: dict[str, bool] = {}
 
@@ -116,10 +106,10 @@ class SessionBook:
             options = self._options.updated(asked.options)
             options.check_scorer(self._estimators)
         except (ValueError, TypeError) as error:
-            self._note(asked, BAD, str(error))
+            self._refusals.note(asked, BAD, str(error))
             return
         if why := self.sessions.why_no_more(asked.owner, asked.session_id):
-            self._note(asked, LIMITED, why)
+            self._refusals.note(asked, LIMITED, why)
             return
         session = Session(request.num_prompt_tokens, digest(request.prompt_token_ids), asked.owner, asked.token)
         self._parents[request.request_id] = _Parent(session, asked, options)
@@ -142,7 +132,7 @@ class SessionBook:
                 manager.inherit(request_id, inherited[i])
             self._make_room(request, session.tokens)
             if request_id not in session.users:
-                self._note(asked, FULL, "no blocks are left for a child beside it")
+                self._refusals.note(asked, FULL, "no blocks are left for a child beside it")
                 session = None
         if session is None:
             # A load that fails is the one way in which a connector can refuse a request. It needs blocks like others:
@@ -161,19 +151,10 @@ class SessionBook:
         session = self.sessions.find(asked.session_id, request.request_id) if asked.kind == ASK else None
         why = _why_no_child(request, asked, session)
         if why is not None or session is None:
-            self._note(asked, MISSING if asked.kind == ASK and session is None else BAD, why or "")
+            self._refusals.note(asked, MISSING if asked.kind == ASK and session is None else BAD, why or "")
             return None
         self.sessions.use(session, asked.session_id, request.request_id)
         return session
-
-    def _note(self, asked: Asked, status: int, why: str) -> None:
-        logger.error("GateSight: session %r: %s", asked.session_id, why)
-        key = asked.token or asked.session_id
-        self._refusals[key] = status, why.removesuffix(".")
-        self._refusals.move_to_end(key)
-        while len(self._refusals) > REFUSALS:
-            self._refusals.popitem(last=False)
-        self.sessions.stats.add(refusals=1)
 
     def _make_room(self, request: "Request", inherited: int = 0) -> None:
         """Drop idle sessions until the prompt fits, so many tokens of which a child inherits."""
@@ -241,7 +222,7 @@ class SessionBook:
     def _report(self, asked: Asked) -> dict[str, Any]:
         """Of a session; with a token, of what became of the request that had it."""
         session = self.sessions.get(asked.session_id)
-        status, refusal = self._refusals.pop(asked.token or asked.session_id, (None, None))
+        status, refusal = self._refusals.forget(asked)
         if asked.token and session is not None and session.token != asked.token:
             session = None
             status, refusal = (status or REPLACED), (refusal or "another request opened a session of that id since")
@@ -259,7 +240,7 @@ class SessionBook:
                     self._manager.block_pool.free_blocks(reversed(blocks))
                 self.sessions.drop(parent.asked.session_id)
                 self.sessions.stats.add(failed_compactions=1)
-                self._note(parent.asked, FAILED, outcome.error)
+                self._refusals.note(parent.asked, FAILED, outcome.error)
             else:
                 self._keep(parent, parent.blocks, outcome)
 
@@ -287,9 +268,9 @@ class SessionBook:
             bytes_freed=session.report["kv_bytes_before"] - session.report["kv_bytes"],
             **{f"{name}_seconds": seconds for name, seconds in outcome.seconds.items()},
         )
-        self._refusals.pop(parent.asked.token or parent.asked.session_id, None)
+        self._refusals.forget(parent.asked)
         if why := self.sessions.add(parent.asked.session_id, session):
-            self._note(parent.asked, LIMITED, why)
+            self._refusals.note(parent.asked, LIMITED, why)
 
     def take_stats(self) -> SessionStats | None:
         """What has happened since the last call; None if nothing has."""

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from gatesight_kernels.checks import check_whole_number
 
+from ..compaction.budget import BY_HEADS
 from ..compaction.plan import CompactionOptions
 from ..methods.named import BY_ENTRIES
 
@@ -75,9 +76,10 @@ class OpenOptions:
         check_whole_number("before_document", self.before_document, 0)
         check_whole_number("protected_prefix", self.protected_prefix, 0)
         self.compaction(block_size=1)
-        if self.allocation == "global":
+        if self.allocation in BY_HEADS:
             raise ValueError(
-                "allocation='global' keeps different numbers in the heads of a layer, which share a block table."
+                f"allocation={self.allocation!r} keeps different numbers in the heads of a layer, which share a block "
+                "table."
             )
         if not isinstance(self.whole_blocks, bool) or not isinstance(self.empty, bool):
             raise ValueError(f"whole_blocks and empty are true or false, got {self.whole_blocks!r}, {self.empty!r}.")

@@ -81,7 +81,9 @@ def test_a_cache_whose_compaction_failed_half_way_still_answers(dense, plain, at
         assert_same(forward(dense, new, cache.fork()), oracle.logits(row, new))
 
 
-@pytest.mark.parametrize("options", [{}, {"allocation": "global"}, {"entries_dtype": "int8"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"allocation": "head"}, {"allocation": "global"}, {"entries_dtype": "int8"}], ids=str
+)
 def test_a_half_way_failure_can_be_completed_in_other_rows(dense, second_layer_fails, options):
     """Rows that came or went in between take what was decided for them along."""
     ids, mask = left_padded([random_ids(CONTEXT), random_ids(29, seed=1)])

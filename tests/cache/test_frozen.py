@@ -104,7 +104,7 @@ def test_it_answers_as_a_fork_and_as_the_oracle(dense, attention, parent, oracle
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("allocation", ["gate", "global"])
+@pytest.mark.parametrize("allocation", ["gate", "head", "global"])
 def test_ragged_rows_and_ragged_heads(dense, attention, allocation):
     rows = [random_ids(43, seed=1), random_ids(11, seed=2)]
     ids, mask = left_padded(rows)

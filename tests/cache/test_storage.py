@@ -136,7 +136,7 @@ def test_every_family(any_model, path):
     )
 
 
-@pytest.mark.parametrize("allocation", ["gate", "global"])
+@pytest.mark.parametrize("allocation", ["gate", "head", "global"])
 def test_evicted_entries_are_hidden_from_a_loaded_cache(dense, plain, path, allocation):
     compacted(dense, CONTEXT, kept_fraction=0.3, allocation=allocation).save(path)
     loaded = GateSightCache.load(path, dense)

@@ -1,4 +1,4 @@
-"""Budgets that read scores: `score` shares between layers, and `global` competition of all heads."""
+"""Budgets that read scores: `score` shares between layers, and competition of a layer's heads, or of all heads."""
 
 from typing import Any
 
@@ -11,6 +11,7 @@ from gatesight_hf.compaction.budget import spread
 from gatesight_hf.compaction.selection import Protected, best_of_all, select_global
 from gatesight_hf.scoring import Needs, Recorder, Scores
 
+from ..helpers.models import KeyNorm, tiny_model
 from ..helpers.oracle import Oracle, assert_same, evicted_of
 from ..helpers.running import forward, prefilled, random_ids
 
@@ -26,7 +27,7 @@ def two_layers(first: float, second: float) -> list[Tensor]:
 
 
 def cache_with(model: Any, scores: list[Tensor], **options: Any) -> GateSightCache:
-    cache = prefilled(model, random_ids(LENGTH), allocation="flat").fork(scorer=Scores(scores), **options)
+    cache = prefilled(model, random_ids(LENGTH)).fork(scorer=Scores(scores), **options)
     cache.compact()
     return cache
 
@@ -85,9 +86,39 @@ def test_gates_of_a_part_are_not_enough(dense: Any) -> None:
         child.fork(allocation="gate")
 
 
-def test_global_blocks_are_refused(dense: Any) -> None:
+@pytest.mark.parametrize("allocation", ["head", "global"])
+def test_blocks_of_heads_are_refused(dense: Any, allocation: str) -> None:
     with pytest.raises(ValueError, match="no blocks"):
-        prefilled(dense, random_ids(LENGTH)).fork(allocation="global", block_size=4)
+        prefilled(dense, random_ids(LENGTH)).fork(allocation=allocation, block_size=4)
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.35, 0.9])
+def test_heads_compete_for_their_layers_share(dense: Any, fraction: float) -> None:
+    """A layer keeps, over its heads, what `gate` gives it; the best of its own entries, whatever other layers rate."""
+    scores = [torch.rand(1, 2, LENGTH, generator=torch.Generator().manual_seed(j)) for j in range(2)]
+    scores[0][:, 1] += 0.8
+    scores[1] += 7
+    options = {"kept_fraction": fraction, "protected_prefix": 3, "protected_suffix": 2}
+    shares = cache_with(dense, scores, allocation="gate", **options).report().kept_per_layer[0]
+    cache = cache_with(dense, scores, allocation="head", **options)
+    report = cache.report()
+    for j, (share, evicted) in enumerate(zip(shares, evicted_of(cache, 0, LENGTH), strict=True)):
+        best = scores[j][0, :, 3 : LENGTH - 2].flatten().topk(2 * (share - 5)).indices
+        expected = torch.zeros(2 * (LENGTH - 5), dtype=torch.bool).scatter(0, best, True).view(2, -1)
+        assert torch.equal(~evicted[:, 3 : LENGTH - 2], expected)
+        assert not evicted[:, :3].any() and not evicted[:, LENGTH - 2 :].any()
+        assert report.kept_per_layer[0][j] == int((~evicted).sum(-1).max())
+    assert fraction > 0.8 or report.kept_per_layer[0][0] > shares[0], "heads keep different numbers"
+    assert report.achieved_fraction == pytest.approx((sum(shares) - 10) / (2 * (LENGTH - 5)))
+
+
+def test_heads_without_gates_have_equal_layers() -> None:
+    model = tiny_model("olmo_hybrid")
+    with pytest.warns(UserWarning, match="share it equally"):
+        whole = prefilled(model, random_ids(LENGTH), scorer=KeyNorm(), allocation="head", kept_fraction=0.25)
+    assert whole.compact().achieved_fraction == pytest.approx(0.25, abs=0.02)
+    keeps = [int(layer.kept_valid.sum()) for layer in whole.attention_layers]
+    assert len(keeps) > 1 and max(keeps) - min(keeps) <= whole.spec.num_key_value_heads
 
 
 def test_the_best_of_all_do_not_count_what_is_protected() -> None:

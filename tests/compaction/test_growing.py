@@ -66,7 +66,7 @@ def test_three_compactions_equal_the_oracle(dense, plain, attention, lengths, ch
     talk.check(plain)
 
 
-@pytest.mark.parametrize("allocation", ["flat", "pyramid", "global"])
+@pytest.mark.parametrize("allocation", ["flat", "pyramid", "head", "global"])
 @pytest.mark.parametrize(("prefix", "suffix"), [(0, 0), (9, 0), (3, 4), (0, 14)])
 def test_allocations_and_protection(dense, plain, allocation, prefix, suffix):
     options = {"allocation": allocation, "protected_prefix": prefix, "protected_suffix": suffix}

@@ -127,7 +127,7 @@ def test_one_row_equals_the_oracle(sparse, plain_sparse, attention, fraction, al
 
 
 @pytest.mark.parametrize("question", [1, 6])
-@pytest.mark.parametrize("allocation", ["gate", "global"])
+@pytest.mark.parametrize("allocation", ["gate", "head", "global"])
 @pytest.mark.parametrize("fraction", [0.9, 0.5])
 def test_ragged_rows_equal_the_oracle_row_by_row(sparse, plain_sparse, fraction, allocation, question):
     rows = [row_of(length) for length in LENGTHS]

@@ -166,10 +166,15 @@ class Talk:
                 kept = torch.zeros(candidates.numel(), dtype=torch.bool).scatter(0, best, True).view_as(candidates)
             else:
                 means = [float(gate[0, :length].mean()) for gate in gates if gate is not None]
-                counts = allocate(options.kept_fraction, end - first, 2, allocation=options.allocation,
+                shares = "gate" if options.allocation == "head" else options.allocation
+                counts = allocate(options.kept_fraction, end - first, 2, allocation=shares,
                                   gate_means=means)  # fmt: skip
                 kept = torch.zeros_like(candidates, dtype=torch.bool)
                 for of_layer, best, count in zip(kept, candidates, counts, strict=True):
+                    if options.allocation == "head":
+                        most = min(heads * count, int(best.isfinite().sum()))
+                        of_layer.view(-1)[best.flatten().topk(most).indices] = True
+                        continue
                     held = int(best[0].isfinite().sum())
                     of_layer.scatter_(1, best.topk(min(count, held)).indices, True)
             for of_layer, mask, evicted in zip(scores, kept, gone, strict=True):

@@ -74,7 +74,7 @@ def test_beams_equal_the_oracle(any_model: Any, any_plain: Any) -> None:
     assert_same(found.sequences_scores[0], logits.log_softmax(-1).gather(1, tokens[0, :, None]).mean())
 
 
-@pytest.mark.parametrize("allocation", ["pyramid", "score", "global"])
+@pytest.mark.parametrize("allocation", ["pyramid", "score", "head", "global"])
 def test_other_budgets_equal_the_oracle(any_model: Any, any_plain: Any, allocation: str) -> None:
     ids = random_ids(LENGTH)
     cache = compacted(any_model, ids, kept_fraction=0.4, allocation=allocation)

@@ -11,6 +11,7 @@ import transformers
 from vllm import RequestOutput, SamplingParams
 
 import gatesight_hf
+from gatesight_hf.compaction.budget import BY_HEADS
 from gatesight_hf.vllm import GateSightLLM, SessionReport
 from gatesight_hf.vllm.options import METHODS
 from gatesight_hf.vllm.support import vllm_version
@@ -65,10 +66,11 @@ class VLLMBackend(Backend):
         known = (FULL, EMPTY, *self.llm.estimators, *METHODS)
         for cell in cells:
             method = cell.method
-            if method.scorer not in known or method.allocation == "global" or method.entries_dtype is not None:
+            if method.scorer not in known or method.allocation in BY_HEADS or method.entries_dtype is not None:
                 raise ValueError(
-                    f"vLLM does not run {method.label}: there are {', '.join(known)}, no allocation 'global' and no "
-                    "quantised entries. The others run with --backend transformers."
+                    f"vLLM does not run {method.label}: there are {', '.join(known)}, no allocation "
+                    f"{' or '.join(sorted(BY_HEADS))} and no quantised entries. The others run with --backend "
+                    "transformers."
                 )
 
     def run(self, request: Request, cells: Sequence[Cell], check_identity: bool) -> ContextResult:
