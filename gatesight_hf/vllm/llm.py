@@ -86,7 +86,8 @@ class GateSightLLM:
         register()
         self.llm = LLM(model=str(model), kv_transfer_config=transfer, **settings, **options)
         self._ids = itertools.count()
-        #: By session, of those that messages opened.
+        self._most = max_sessions
+        #: By session, of those that messages opened; the least recently used one first, as the engine drops them.
         self._prompts: dict[str, ChatPrompt] = {}
 
     def open(
@@ -135,6 +136,8 @@ class GateSightLLM:
         self._prompts.pop(session_id, None)
         if prompt is not None:
             self._prompts[session_id] = prompt
+            while len(self._prompts) > self._most:
+                self._prompts.pop(next(iter(self._prompts)))
         return SessionReport(session_id, tuple(ids), **found["report"])
 
     def ask(
@@ -156,7 +159,9 @@ class GateSightLLM:
                 opened; or a question that has no tokens or joins with the document's end.
             RuntimeError: The session is gone.
         """
-        prompt = self._prompts.get(session.session_id)
+        prompt = self._prompts.pop(session.session_id, None)
+        if prompt is not None:
+            self._prompts[session.session_id] = prompt  # as the last one
         prompts = [[*session.token_ids, *self._ids_of(question, prompt)] for question in questions]
         return self._run(prompts, sampling, ASK, session.session_id)
 

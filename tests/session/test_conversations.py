@@ -18,6 +18,7 @@ from ..helpers import chats
 from ..helpers.chats import TEXT, chat_tokenizer, ids_of, messages_of
 from ..helpers.models import KeyNorm
 from ..helpers.running import random_ids
+from ..helpers.saved_files import changed_cache
 
 pytestmark = pytest.mark.core
 
@@ -350,6 +351,41 @@ def test_files_that_say_what_cannot_be_are_refused(model, tmp_path, case, monkey
         assert "session" in file.infos
     with pytest.raises((SessionFileError, SessionMismatchError), match=str(path)):
         Session.load(path, model, session.tokenizer)
+
+
+def _bytes(text: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+RAW = b'{"prompt": {"kind": "raw"}, "turns": [["a", "%s"]]}'
+TENSORS = {
+    "floats": torch.ones(4),
+    "two dimensions": _bytes(RAW).view(1, -1),
+    "empty": _bytes(b" ")[:0],
+    "no JSON": _bytes(b"{"),
+    "no object": _bytes(b"[]"),
+    "no UTF-8": _bytes(RAW.replace(b"%s", b"\xff")),
+    "surrogates": _bytes(RAW.replace(b"%s", rb"\ud800")),
+    "a key twice": _bytes(b'{"turns": [], "turns": [], "prompt": {"kind": "raw"}}'),
+    "no number": _bytes(RAW.replace(b'"%s"', b"NaN")),
+    "nested": _bytes(b'{"turns": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+}
+
+
+@pytest.mark.parametrize("what", TENSORS)
+def test_bytes_that_are_no_session_are_refused(model, tmp_path, what):
+    path, session = tmp_path / "doc.gatesight", opened(model, chats.PLAIN)
+    session.save(path)
+    Session.load(path, model, session.tokenizer)
+    changed_cache(path, path, lambda tensors, _: tensors.update(session=TENSORS[what]))
+    with pytest.raises(SessionFileError, match=str(path)):
+        Session.load(path, model, session.tokenizer)
+
+
+def test_a_longer_session_than_is_read_is_not_written(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("gatesight_hf.cache.storage.SESSION_LIMIT", 100)
+    with pytest.raises(ValueError, match="at most 100 can be read"):
+        opened(model).save(tmp_path / "x")
 
 
 def _saving(content: dict[str, Any]) -> Any:
