@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from gatesight_kernels.checks import check_whole_number, described
 from ..cache.cache import GateSightCache
 from ..cache.prefill import prefill
 from ..errors import CacheStateError
+from ..scoring.estimator import HUB_OPTIONS, scorer_from
 from ..scoring.interface import Scorer
 from .prompts import Prompt
 
@@ -53,7 +55,7 @@ class Document:
     def read(
         cls,
         model: Any,
-        scorer: Scorer,
+        estimator: str | Path | Scorer,
         prompt: Prompt,
         text: str,
         chunk_size: int | None,
@@ -63,6 +65,7 @@ class Document:
         """Prefill a text and compact its cache; arguments as of `Session.open`."""
         check_whole_number("prefill_chunk_size", chunk_size, or_none=True)
         check_whole_number("protected_prefix", protected_prefix, 0)
+        scorer = scorer_from(estimator, **{name: options[name] for name in HUB_OPTIONS & set(options)})
         behind, ids = prompt.add(text)
         most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if most is not None and len(ids) >= most:
@@ -71,7 +74,8 @@ class Document:
                 stacklevel=3,
             )
         always = behind.protected(ids) + protected_prefix
-        cache = GateSightCache(scorer, model, protected_prefix=always, **options)
+        of_cache = {name: value for name, value in options.items() if name not in HUB_OPTIONS}
+        cache = GateSightCache(scorer, model, protected_prefix=always, **of_cache)
         prefill(model, torch.tensor([ids], device=model.device), cache, chunk_size)
         cache.compact()
         return cls(cache, behind, chunk_size)

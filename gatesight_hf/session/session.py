@@ -12,7 +12,7 @@ from ..cache.cache import GateSightCache
 from ..cache.report import CacheReport
 from ..checks import check_characters, check_model, check_tokenizer
 from ..errors import CacheStateError
-from ..scoring.estimator import HUB_OPTIONS, scorer_from
+from ..scoring.estimator import scorer_from
 from ..scoring.interface import Scorer
 from ..view import Page
 from .answering import ONE_DOCUMENT, answer, answer_many, check_question, check_questions, decoded, stream
@@ -88,9 +88,8 @@ class Session:
         check_model(model)
         check_tokenizer(tokenizer)
         prompt = prompt_for(tokenizer, system, chat, template_options)
-        scorer = scorer_from(estimator, **{name: options.pop(name) for name in HUB_OPTIONS & set(options)})
-        document = Document.read(model, scorer, prompt, text, prefill_chunk_size, protected_prefix, options)
-        return cls(model, tokenizer, document)
+        given = (prompt, text, prefill_chunk_size, protected_prefix, options)
+        return cls(model, tokenizer, Document.read(model, estimator, *given))
 
     @property
     def cache(self) -> GateSightCache:
